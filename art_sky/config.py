@@ -1,0 +1,111 @@
+"""What a user may set. Unknown keys are refused everywhere, by name (rule R6)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from art_sky.errors import InvalidConfig
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Any:
+        """Like the constructor, but raises InvalidConfig with one line that names the keys."""
+        try:
+            return cls(**values)
+        except ValidationError as e:
+            raise InvalidConfig(explain(e, cls.__name__, sorted(cls.model_fields))) from e
+
+
+def explain(error: ValidationError, what: str, known: list[str]) -> str:
+    """One line for a pydantic error: which field, what is wrong, and the known names where one is unknown."""
+    lines = []
+    for e in error.errors(include_url=False):
+        where = ".".join(str(p) for p in e["loc"]) or "value"
+        if e["type"] == "extra_forbidden":
+            lines.append(f"unknown option {where!r} (known: {', '.join(known)})")
+        else:
+            lines.append(f"{where}: {e['msg']}")
+    return f"{what}: " + "; ".join(lines)
+
+
+class LoRAConfig(Settings):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Dropout is 0: sampler and trainer must agree."""
+
+    rank: int = Field(8, ge=1, le=512)
+    alpha: float = Field(16.0, gt=0)
+    target_modules: str | list[str] = "all-linear"
+    seed: int = Field(0, ge=0, description="of the initial A matrices")
+
+
+class ModelOptions(Settings):
+    """How text becomes tokens and back, where the base model's own files do not say."""
+
+    chat_template: str | None = Field(None, description="Jinja text that replaces the tokenizer's template")
+    tool_parser: Literal["hermes"] | None = None
+    reasoning_parser: Literal["think"] | None = None
+
+
+class TrainConfig(Settings):
+    """One train call. Defaults follow ART 0.5.23 where it has the option."""
+
+    learning_rate: float = Field(5e-6, gt=0)
+    loss_fn: Literal["cispo", "ppo"] = "cispo"
+    epsilon: float | None = Field(None, ge=0, description="lower ratio bound is 1 - epsilon; ppo 0.2, cispo 1.0")
+    epsilon_high: float | None = Field(
+        None, ge=0, description="upper ratio bound is 1 + epsilon_high; ppo 0.28, cispo 4.0"
+    )
+    kl_penalty_coef: float = Field(0.0, ge=0, description="weight of the k3 KL to the base model in the loss")
+    scale_rewards: bool = Field(True, description="divide advantages by the group's standard deviation")
+    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    micro_batch_tokens: int = Field(
+        4096, ge=16, description="tokens of one forward and backward; bounds memory, changes no gradient"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _beta(cls, values: Any) -> Any:
+        """ART 2025 called the KL weight `beta`."""
+        if isinstance(values, dict) and "beta" in values:
+            if "kl_penalty_coef" in values:
+                raise ValueError("beta and kl_penalty_coef are the same option; give one")
+            values = {**values, "kl_penalty_coef": values["beta"]}
+            del values["beta"]
+        return values
+
+
+class EngineConfig(Settings):
+    """The engine for CPUs."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: int | None = Field(None, ge=1, description="default: the machine's cores")
+    max_batch: int = Field(64, ge=1, description="sequences decoded together; more requests wait")
+    kv_cache_mib: int = Field(1024, ge=16, description="bound of the KV cache, running and reusable together")
+    max_adapters: int = Field(4, ge=1, description="adapters resident at once; least recently used goes first")
+    context_length: int | None = Field(None, ge=16, description="default: the model's, at most 8192")
+
+
+class ServerConfig(Settings):
+    """One server process: gateway, jobs, and the engine and trainer it supervises."""
+
+    store: str = "file://.art-sky"
+    host: Literal["127.0.0.1"] = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    engine: EngineConfig = EngineConfig()
+    idle_minutes: float | None = Field(None, gt=0, description="end the server after this time without work")
+    state_dir: str = Field(description="logs, exchange log, scratch and unpacked adapters; may be deleted")
+    fsync_each_reply: bool = Field(False, description="fsync the exchange log before each reply, not in groups")
+
+
+def home() -> Path:
+    """Where art-sky keeps what belongs to no project: `$ART_SKY_HOME`, by default `~/.art-sky`."""
+    return Path(os.environ.get("ART_SKY_HOME") or Path.home() / ".art-sky")
