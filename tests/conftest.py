@@ -39,15 +39,13 @@ def make_tiny_model(folder: Path, *, kind: str = "qwen3", seed: int = 0) -> Path
     fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = CHATML
     torch.manual_seed(seed)
-    shape = dict(
+    shape = dict(  # noqa: C408
         vocab_size=len(fast), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
         tie_word_embeddings=True, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id,
         bos_token_id=None,
     )  # fmt: skip
-    model = (
-        Qwen3ForCausalLM(Qwen3Config(**shape)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**shape))
-    )
+    model = Qwen3ForCausalLM(Qwen3Config(**shape)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**shape))
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from art_sky.client.model import Model, TrainableModel
-    from art_sky.config import TrainConfig
-    from art_sky.schemas import Checkpoint, Exchange, HistoryRow, LogResult, ModelStatus, RolloutAddress, TrainResult
     from art_sky.trajectories import TrajectoryGroup
+
+    from art_sky.config import TrainConfig
+    from art_sky.schemas import (
+        Checkpoint,
+        Exchange,
+        HistoryRow,
+        LogResult,
+        ModelStatus,
+        RolloutAddress,
+        TrainResult,
+    )
 
 
 class Backend(Protocol):
