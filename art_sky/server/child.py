@@ -74,9 +74,7 @@ class Child:
             self._runner = None
         self.state = "stopped"
 
-    async def call(
-        self, method: str, params: Message, *, wait_ready: float | None = None
-    ) -> AsyncIterator[Message]:
+    async def call(self, method: str, params: Message, *, wait_ready: float | None = None) -> AsyncIterator[Message]:
         """Yields `{"event": ...}` messages, then `{"result": ...}`; raises the child's typed error or ChildDied.
 
         Closing the iterator cancels the call in the child.
