@@ -16,9 +16,8 @@ def check_name(kind: str, name: object) -> str:
 
     Raises InvalidName naming the offending value and a near name that would do.
     """
-    if isinstance(name, str) and _NAME.fullmatch(name) and ".." not in name:
-        if name.split(".")[0].lower() not in _RESERVED:
-            return name
+    if isinstance(name, str) and _NAME.fullmatch(name) and ".." not in name and not _is_reserved(name):
+        return name
     shown = repr(name if len(str(name)) <= 80 else str(name)[:77] + "...")
     raise InvalidName(
         f"{kind} {shown} is not a valid name: use 1 to 64 letters, digits, '.', '_' or '-', beginning and "
@@ -34,8 +33,12 @@ def split_step(name: str) -> tuple[str, int | None]:
     return name, None
 
 
+def _is_reserved(name: str) -> bool:
+    return name.split(".")[0].lower() in _RESERVED
+
+
 def _suggest(name: str) -> str:
     near = re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9._-]+", "-", name))[:64].strip("._-")
-    if not near or near.split(".")[0].lower() in _RESERVED:
+    if not near or _is_reserved(near):
         return "my-agent"
     return near

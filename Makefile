@@ -1,0 +1,51 @@
+# Two commands for a fresh machine with Python 3.11+:  make demo  and  make test.
+# Each target makes what it needs in .venv and starts in seconds when nothing changed.
+
+PYTHON ?= python3
+# The CPU build is all that is needed here; on a machine whose index serves a CUDA build under this name,
+# set TORCH to what suits it.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: demo test test-slow lint bench clean help
+.DEFAULT_GOAL := help
+
+help:  ## what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+demo: $(VENV)/.local  ## train a small chat model on this machine's CPU; ARGS="--steps 5 --fresh" passes options
+	$(BIN)/art-sky demo $(ARGS)
+
+test: $(VENV)/.dev  ## the default test suite; ARGS="-k store" passes options
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev  ## the suites that take minutes
+	$(BIN)/python -m pytest -m slow --timeout=1200 $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev  ## all benchmarks, one JSON line a case, into benchmarks/results/
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## removes the virtual environment and the caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "art-sky needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/.local: $(VENV)/.made pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[local]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.local pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
