@@ -1,0 +1,64 @@
+"""The options of a server, shared by `launch` and `serve`. Defaults stand in `art_sky.config`, nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from art_sky.config import EngineConfig, ServerConfig
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_ENGINE = ("dtype", "threads", "max_batch", "kv_cache_mib", "max_adapters", "context_length")
+
+
+def server_options(function: Function) -> Function:
+    """Adds the options; the command gets each that was given, and None for the others."""
+    engine = EngineConfig.model_fields
+    for option in reversed(
+        [
+            click.option("--store", metavar="URL", help=f"Where steps are kept. Default: {_default('store')}."),
+            click.option("--port", type=click.IntRange(0, 65535), help="Default: any free port."),
+            click.option(
+                "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of the engine. Default: bfloat16."
+            ),
+            *(
+                click.option(
+                    f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"Engine: {_help(engine[name])}."
+                )
+                for name in _ENGINE[1:]
+            ),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def server_config(given: dict[str, Any], **fixed: Any) -> ServerConfig:
+    """From what was given on the command line. Raises InvalidConfig naming the option.
+
+    A relative store is made absolute: the server may run elsewhere than the command.
+    """
+    values = {k: v for k, v in given.items() if v is not None}
+    engine = {k: values.pop(k) for k in _ENGINE if k in values}
+    made: ServerConfig = ServerConfig.parse({**values, **fixed, **({"engine": engine} if engine else {})})
+    return made.model_copy(update={"store": absolute_store(made.store)})
+
+
+def absolute_store(url: str) -> str:
+    """`file://.art-sky` or `runs` -> `file:///here/...`; another scheme is left as it is."""
+    scheme, mark, rest = url.partition("://")
+    if mark and scheme != "file":
+        return url
+    return f"file://{Path(rest if mark else url).expanduser().absolute()}"
+
+
+def _default(name: str) -> str:
+    return str(ServerConfig.model_fields[name].default)
+
+
+def _help(field: Any) -> str:
+    text = str(field.description)
+    return text if field.default is None else f"{text} (default {field.default})"
