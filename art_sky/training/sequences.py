@@ -1,0 +1,160 @@
+"""From trajectories to token sequences, by exact ids only (rule R1).
+
+A turn extends the running sequence of its history if its prompt ids begin with all ids before it; else it starts
+a new sequence, and that is counted as a split. All sequences of a trajectory are one sample: they share its
+advantage, and their trained tokens count together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from art_sky.errors import InvalidInput
+from art_sky.store.batches import is_choice
+from art_sky.training.advantages import advantages, skip_reason
+from art_sky.training.choices import check_choice, check_reward, histories
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSequence:
+    """T tokens as the engine saw and sampled them. A token with `sampled` is trained; the others are context."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]  # the sampler's; NaN where not sampled
+    sampled: npt.NDArray[np.bool_]
+    temperature: npt.NDArray[np.float32]  # 1 where not sampled and where sampling was greedy
+    comparable: npt.NDArray[np.bool_]  # the sampler's logprob is that of the trained distribution
+    greedy: npt.NDArray[np.bool_]
+    group: int
+    trajectory: int  # index in its group
+    advantage: float
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def trained(self) -> int:
+        return int(self.sampled.sum())
+
+
+@dataclass
+class Batch:
+    """The sequences of all groups that teach something, and counts of what was left out and why."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # of every trajectory, also of skipped groups
+    skipped: Counter[str] = field(default_factory=Counter)  # groups by reason
+    groups: int = 0
+    exceptions: int = 0
+    splits: int = 0
+    too_long: int = 0  # sequences beyond the context length: dropped, never cut
+    without_tokens: int = 0  # trajectories that hold no choice; they are part of their group's baseline
+
+    def reason(self) -> str | None:
+        """Why there is nothing to train on, or None."""
+        if self.sequences:
+            return None
+        parts = [f"{n} x {reason}" for reason, n in sorted(self.skipped.items())]
+        if self.too_long:
+            parts.append(f"{self.too_long} x sequence longer than the context")
+        if self.without_tokens:
+            parts.append(f"{self.without_tokens} x trajectory without a sampled choice")
+        return "nothing to train on: " + (", ".join(parts) or "the batch is empty")
+
+
+def build_batch(
+    groups: Sequence[Mapping[str, Any]], *, scale_rewards: bool, vocab_size: int, context_length: int
+) -> Batch:
+    """The sequences of a batch in its JSON form (`art_sky.store.batches.decode_batch`).
+
+    Every choice and reward is checked, those of skipped groups too. Raises InvalidReward, MissingTokens or
+    InvalidInput naming group, trajectory and message.
+    """
+    batch = Batch(groups=len(groups))
+    for g, group in enumerate(groups):
+        batch.exceptions += len(group.get("exceptions") or [])
+        trajectories = group["trajectories"]
+        rewards = [check_reward(t.get("reward"), f"group {g}, trajectory {i}") for i, t in enumerate(trajectories)]
+        batch.rewards += rewards
+        reason = skip_reason(rewards)
+        if reason is not None:
+            batch.skipped[reason] += 1
+        for t, (trajectory, advantage) in enumerate(zip(trajectories, advantages(rewards, scale_rewards), strict=True)):
+            made, splits = _sequences(trajectory, g, t, advantage, vocab_size)
+            if reason is not None:
+                continue
+            batch.splits += splits
+            batch.without_tokens += not made
+            fitting = [s for s in made if len(s) <= context_length]
+            batch.too_long += len(made) - len(fitting)
+            batch.sequences += fitting
+    return batch
+
+
+def _sequences(
+    trajectory: Mapping[str, Any], group: int, index: int, advantage: float, vocab_size: int
+) -> tuple[list[TokenSequence], int]:
+    made: list[TokenSequence] = []
+    splits = 0
+    for history, items in histories(trajectory):
+        running: _Running | None = None
+        for m, item in enumerate(items):
+            if not is_choice(item):
+                continue
+            where = f"group {group}, trajectory {index}{history}, message {m}"
+            check_choice(item, where)
+            largest = max(max(item["prompt_token_ids"]), max(item["token_ids"]))
+            if largest >= vocab_size:
+                raise InvalidInput(
+                    f"{where}: token id {largest} is outside the model's vocabulary of {vocab_size}; train the model "
+                    f"that sampled this choice"
+                )
+            if running is None or not running.extends(item["prompt_token_ids"]):
+                if running is not None:
+                    made.append(running.finish(group, index, advantage))
+                    splits += 1
+                running = _Running()
+            running.add(item)
+        if running is not None:
+            made.append(running.finish(group, index, advantage))
+    return made, splits
+
+
+class _Running:
+    """A sequence under construction."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._turns: list[tuple[int, Mapping[str, Any]]] = []  # (index of the first sampled token, choice)
+
+    def extends(self, prompt: list[int]) -> bool:
+        return prompt[: len(self._ids)] == self._ids
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        self._ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+        self._turns.append((len(choice["prompt_token_ids"]), choice))
+
+    def finish(self, group: int, trajectory: int, advantage: float) -> TokenSequence:
+        n = len(self._ids)
+        logprobs = np.full(n, np.nan, np.float32)
+        sampled, comparable, greedy = (np.zeros(n, np.bool_) for _ in range(3))
+        temperature = np.ones(n, np.float32)
+        for start, choice in self._turns:
+            turn = slice(start, start + len(choice["token_ids"]))
+            how = choice["sampling"]
+            logprobs[turn] = choice["token_logprobs"]
+            sampled[turn] = True
+            # Greedy tokens carry logprobs at temperature 1, which compare; that they are off-policy is counted.
+            greedy[turn] = how["temperature"] == 0
+            temperature[turn] = how["temperature"] or 1.0
+            comparable[turn] = how["comparable"] or how["temperature"] == 0
+        ids = np.asarray(self._ids, np.int32)
+        return TokenSequence(
+            ids, logprobs, sampled, temperature, comparable, greedy, group, trajectory, float(advantage)
+        )
