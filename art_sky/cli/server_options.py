@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from art_sky.config import EngineConfig, ServerConfig
+from art_sky.store import open_store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _ENGINE = ("dtype", "threads", "max_batch", "kv_cache_mib", "max_adapters", "context_length")
@@ -44,15 +44,7 @@ def server_config(given: dict[str, Any], **fixed: Any) -> ServerConfig:
     values = {k: v for k, v in given.items() if v is not None}
     engine = {k: values.pop(k) for k in _ENGINE if k in values}
     made: ServerConfig = ServerConfig.parse({**values, **fixed, **({"engine": engine} if engine else {})})
-    return made.model_copy(update={"store": absolute_store(made.store)})
-
-
-def absolute_store(url: str) -> str:
-    """`file://.art-sky` or `runs` -> `file:///here/...`; another scheme is left as it is."""
-    scheme, mark, rest = url.partition("://")
-    if mark and scheme != "file":
-        return url
-    return f"file://{Path(rest if mark else url).expanduser().absolute()}"
+    return made.model_copy(update={"store": open_store(made.store).url})
 
 
 def _default(name: str) -> str:

@@ -1,0 +1,96 @@
+"""models and steps, read from a store without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from art_sky.cli import main as cli_main
+from art_sky.config import LoRAConfig
+from art_sky.schemas import ModelRecord
+from art_sky.store import open_store
+from art_sky.store.model_store import ModelStore
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as exit:
+        cli_main.main(args)
+    assert isinstance(exit.value.code, int)
+    return exit.value.code
+
+
+def make_model(folder: Path, project: str, name: str, steps: int) -> ModelStore:
+    model = ModelStore(open_store(str(folder)), project, name)
+    model.create(
+        ModelRecord(
+            project=project, name=name, base_model="tiny", lora=LoRAConfig(), created=1.0, created_by="art-sky test"
+        )
+    )
+    with model.open_writer("test") as writer:
+        for step in range(steps + 1):
+            skipped = step == 2
+            writer.commit(
+                step=step,
+                request=f"r{step}",
+                files={"adapter/adapter_config.json": model.put_blob(b"{}")},
+                updates=int(step > 0 and not skipped),
+                reason="no group had a spread of rewards" if skipped else None,
+                metrics={"loss": -0.5, "data/tokens_trained": 120.0, "time/train_seconds": 3.0} if step else {},
+            )
+            model.log_row(1, step, "train", {"reward": step / 10})
+    model.log_row(1, steps, "val", {"reward": 0.75})
+    return model
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ART_SKY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(tmp_path / ".art-sky", "proj", "agent", 3)
+    assert run("models") == 0
+    out = capsys.readouterr().out
+    assert "proj/agent" in out and "tiny" in out and "0s ago" in out
+    assert run("models", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["store"] == f"file://{tmp_path}/.art-sky"
+    assert [(m["name"], m["step"]) for m in document["models"]] == [("agent", 3)]
+
+
+def test_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("models", "--store", "empty") == 0
+    assert "No model is in" in capsys.readouterr().out
+    assert not (tmp_path / "empty").exists(), "reading creates nothing"
+    assert run("models", "--store", "empty", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["models"] == []
+
+
+def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(tmp_path / "runs", "proj", "agent", 3)
+    assert run("steps", "agent", "--store", "runs") == 0
+    out = capsys.readouterr().out
+    assert "skipped: no group had a spread" in out and "120" in out and "0.75" in out
+    assert run("steps", "proj/agent", "--store", "runs", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["head"]["step"] == 3
+    assert [(s["step"], s["updates"], s["reward"]) for s in document["steps"]] == [
+        (0, 0, 0.0), (1, 1, 0.1), (2, 0, 0.2), (3, 1, 0.3),
+    ]  # fmt: skip
+    assert document["steps"][3]["val_reward"] == 0.75 and document["steps"][3]["seconds"] == 3.0
+
+
+def test_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(tmp_path / "runs", "one", "agent", 0)
+    make_model(tmp_path / "runs", "two", "agent", 0)
+    assert run("steps", "agent", "--store", "runs") == 1
+    assert "'agent' is in several projects; give one of one/agent, two/agent" in capsys.readouterr().err
+    assert run("steps", "two/agnet", "--store", "runs") == 1
+    assert "did you mean 'two/agent'?" in capsys.readouterr().err
+    assert run("steps", "agent", "--store", "runs", "--cluster", "x") == 2
+    assert run("models", "--store", "ftp://host/x") == 1
+    assert "unknown scheme 'ftp'" in capsys.readouterr().err
