@@ -76,6 +76,13 @@ class Unsupported(InvalidInput):
     code = "unsupported"
 
 
+class InvalidBody(InvalidInput):
+    """A request body that cannot be read as what the route takes."""
+
+    code = "invalid_body"
+    status = 422
+
+
 class Unauthorized(ArtSkyError):
     code = "unauthorized"
     status = 401

@@ -1,0 +1,1 @@
+"""What runs beside the model: gateway, jobs, and the engine and trainer that they supervise."""

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import sys
+
+from art_sky.server.main import main
+
+sys.exit(main())

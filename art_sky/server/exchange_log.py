@@ -1,0 +1,149 @@
+"""Every exchange on disk before its reply is released.
+
+`exchanges.jsonl` holds one Exchange a line, its short fields first, so that the index is rebuilt at start without
+parsing prompts. A line is written before the reply and reaches the disk within 100 ms (or before the reply, by
+option). A full file becomes `exchanges.1.jsonl` and so on; the oldest is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from art_sky.errors import CorruptObject, NoDiskSpace, NotFound, StoreError
+from art_sky.schemas import Exchange
+from art_sky.server.wire_json import dumps, loads
+
+FSYNC_SECONDS = 0.1
+_HEAD = re.compile(
+    rb'\{"completion_id":"([^"]+)","created":[^,]+,"project":"[^"]*","model":"[^"]*","rollout":(?:"([^"]+)"|null),'
+)
+
+
+class ExchangeLog:
+    def __init__(self, folder: Path, *, fsync_each: bool = False, file_bytes: int = 64 << 20, files: int = 4) -> None:
+        """Raises StoreError when the folder cannot be written."""
+        self._path = folder / "exchanges.jsonl"
+        self._fsync_each, self._file_bytes, self._files = fsync_each, file_bytes, files
+        self._lock = threading.Lock()
+        self._place: dict[str, tuple[int, int, int]] = {}  # completion id -> file number, offset, length
+        self._rollouts: dict[str, list[str]] = {}
+        self._number = 0  # of the newest file; older ones count down
+        self._fsync: asyncio.Task[None] | None = None
+        with _disk_errors("open", self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            for age in range(files - 1, -1, -1):
+                if self._file(age).exists():
+                    self._load(age)
+            self._out: BinaryIO = self._path.open("ab", buffering=0)
+
+    async def append(self, exchange: Exchange) -> None:
+        """Raises NoDiskSpace or StoreError: the reply must not be released then."""
+        await asyncio.to_thread(self._write, exchange)
+        if not self._fsync_each and self._fsync is None:
+            self._fsync = asyncio.create_task(self._fsync_soon())
+
+    async def find(self, completion_id: str) -> Exchange:
+        """Raises NotFound for a completion that is unknown, or so old that its file was deleted."""
+        return await asyncio.to_thread(self._read, completion_id)
+
+    async def of_rollout(self, rollout: str) -> list[Exchange]:
+        """In the order in which they ended."""
+        return [await self.find(id) for id in list(self._rollouts.get(rollout, []))]
+
+    async def close(self) -> None:
+        if self._fsync is not None:
+            await self._fsync
+        self._out.close()
+
+    def _write(self, exchange: Exchange) -> None:
+        line = dumps(exchange.model_dump()).encode() + b"\n"
+        with self._lock, _disk_errors("write", self._path):
+            if self._out.tell() + len(line) > self._file_bytes and self._out.tell():
+                self._rotate()
+            offset = self._out.tell()
+            written = self._out.write(line)
+            if written != len(line):  # a full disk: take the piece back, so that the file stays whole lines
+                self._out.truncate(offset)
+                self._out.seek(offset)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._remember(exchange.completion_id, exchange.rollout, (self._number, offset, len(line)))
+            if self._fsync_each:
+                os.fsync(self._out.fileno())
+
+    async def _fsync_soon(self) -> None:
+        await asyncio.sleep(FSYNC_SECONDS / 2)
+        self._fsync = None
+        with self._lock:
+            fd = os.dup(self._out.fileno())
+        try:
+            await asyncio.to_thread(os.fsync, fd)
+        finally:
+            os.close(fd)
+
+    def _read(self, completion_id: str) -> Exchange:
+        with self._lock, _disk_errors("read", self._path):
+            place = self._place.get(completion_id)
+            if place is None:
+                raise NotFound(
+                    f"no exchange {completion_id[:80]!r} is on record here; ask the server that sampled it, or keep "
+                    "the Choice object as the client returned it"
+                )
+            number, offset, length = place
+            with self._file(self._number - number).open("rb") as f:
+                f.seek(offset)
+                line = f.read(length)
+        try:
+            return Exchange.model_validate(loads(line))
+        except ValueError as e:
+            raise CorruptObject(f"the record of {completion_id} cannot be read: {e}; sample it again") from e
+
+    def _file(self, age: int) -> Path:
+        return self._path if age == 0 else self._path.with_name(f"exchanges.{age}.jsonl")
+
+    def _rotate(self) -> None:
+        os.fsync(self._out.fileno())
+        self._out.close()
+        for age in range(self._files - 1, 0, -1):
+            if self._file(age - 1).exists():
+                self._file(age - 1).replace(self._file(age))
+        self._number += 1
+        oldest = self._number - self._files + 1
+        self._place = {id: p for id, p in self._place.items() if p[0] >= oldest}
+        kept = {r: [id for id in ids if id in self._place] for r, ids in self._rollouts.items()}
+        self._rollouts = {r: ids for r, ids in kept.items() if ids}
+        self._out = self._path.open("ab", buffering=0)
+
+    def _load(self, age: int) -> None:
+        path, offset = self._file(age), 0
+        with path.open("rb") as f:
+            for line in f:
+                head = _HEAD.match(line[:1024])
+                if head and line.endswith(b"}\n"):
+                    rollout = head[2].decode() if head[2] else None
+                    self._remember(head[1].decode(), rollout, (-age, offset, len(line)))
+                offset += len(line)
+        if age == 0 and offset and not line.endswith(b"\n"):
+            os.truncate(path, offset - len(line))  # the server died in the middle of a write
+
+    def _remember(self, id: str, rollout: str | None, place: tuple[int, int, int]) -> None:
+        self._place[id] = place
+        if rollout is not None:
+            self._rollouts.setdefault(rollout, []).append(id)
+
+
+@contextlib.contextmanager
+def _disk_errors(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoDiskSpace(f"the disk is full, cannot {what} {path}; free some space, then try again") from e
+        raise StoreError(f"cannot {what} {path}: {e.strerror or e}; check the folder's permissions") from e

@@ -1,0 +1,273 @@
+"""The models that this server has: registration, names and steps, and the one base model behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from art_sky import __version__
+from art_sky.config import ServerConfig
+from art_sky.errors import Busy, Conflict, InvalidInput, NotFound, VersionMismatch
+from art_sky.inference.protocol import Engine
+from art_sky.names import check_name, split_step
+from art_sky.schemas import AdapterRef, InitTask, Manifest, ModelRecord, ModelStatus, RegisterRequest
+from art_sky.server.adapters import AdapterFolders
+from art_sky.server.parts import Parts, Trainer
+from art_sky.server.render import ChatTemplate
+from art_sky.server.rollouts import Rollout
+from art_sky.server.vocabulary import DEFAULT_CONTEXT, Vocabulary
+from art_sky.store.model_store import ModelStore
+from art_sky.store.writer import Writer
+
+LEASE_WAIT_SECONDS = 15.0  # a predecessor that is ending gives its lease back within this
+INIT_REQUEST = "init"
+STEP_FILES = ("adapter/", "trainer/")
+
+
+@dataclass
+class ServedModel:
+    project: str
+    name: str
+    record: ModelRecord
+    store: ModelStore
+    writer: Writer
+    template: ChatTemplate
+    steps: list[tuple[str, Manifest]] = field(default_factory=list)  # (key, manifest) by step number
+
+    @property
+    def step(self) -> int:
+        return len(self.steps) - 1
+
+    @property
+    def head_key(self) -> str:
+        return self.steps[-1][0]
+
+    @property
+    def head_manifest(self) -> Manifest:
+        return self.steps[-1][1]
+
+    @property
+    def attempt(self) -> int:
+        head = self.writer.head
+        return head.attempt if head else 1
+
+    def reload(self) -> None:
+        """Reads the steps that HEAD reaches; blocks."""
+        head = self.writer.head
+        self.steps = list(self.store.chain(head.manifest))[::-1] if head else []
+
+
+class Registry:
+    """Owns engine and trainer, which start with the first registered model's base model."""
+
+    engine: Engine
+    trainer: Trainer
+    vocabulary: Vocabulary
+    context_length: int
+
+    def __init__(self, config: ServerConfig, parts: Parts, state: Path) -> None:
+        self._config, self._parts, self._state = config, parts, state
+        self.store = parts.open_store(config.store)
+        self._models: dict[tuple[str, str], ServedModel] = {}
+        self._adapters = AdapterFolders(state / "adapters")
+        self._lock = asyncio.Lock()
+        self.base_model: str | None = None
+
+    def all(self) -> list[ServedModel]:
+        return list(self._models.values())
+
+    def get(self, project: str, name: str) -> ServedModel:
+        """Raises InvalidName, or NotFound for a model that is not registered with this server."""
+        check_name("project", project)
+        check_name("model", name)
+        model = self._models.get((project, name))
+        if model is None:
+            known = ", ".join(f"{p}/{n}" for p, n in self._models) or "none yet"
+            raise NotFound(f"the model {project}/{name} is not registered here (registered: {known}); register it")
+        return model
+
+    async def register(self, request: RegisterRequest) -> tuple[ServedModel, bool]:
+        """The model, and whether it is new to this server. Idempotent.
+
+        Raises VersionMismatch, InvalidName, Conflict (another base model, LoRA or options than it was made with, or
+        than this server runs), LeaseLost when another server has it.
+        """
+        if request.client_version != __version__:
+            raise VersionMismatch(
+                f"the client is art-sky {request.client_version}, this server {__version__}; run "
+                f"`pip install art-sky=={__version__}` on the client's side, or restart the server with the client's"
+            )
+        check_name("project", request.project)
+        check_name("model", request.name)
+        async with self._lock:
+            served = self._models.get((request.project, request.name))
+            if served is not None:
+                _compare(served.record, request)
+                return served, False
+            if self.base_model not in (None, request.base_model):
+                raise Conflict(
+                    f"this server runs {self.base_model!r}, not {request.base_model!r}; start another server for it "
+                    "(another state folder and port)"
+                )
+            store = ModelStore(self.store, request.project, request.name)
+            record = await asyncio.to_thread(_find_record, store)
+            if record is not None:
+                _compare(record, request)
+            await self._start_base(request.base_model)
+            options = (record or request).options
+            template = await asyncio.to_thread(ChatTemplate, self.vocabulary, options.chat_template)
+            served = await self._open(store, request, record, template)
+            self._models[request.project, request.name] = served
+            return served, True
+
+    async def resolve(self, name: str, rollout: Rollout | None = None) -> tuple[ServedModel, int]:
+        """`name`, `name@step` or `project/name...`; a bare name is the newest step, looked up now.
+
+        Raises NotFound for unknown names and steps, InvalidInput for a name that two projects have.
+        """
+        base, step = split_step(name)
+        project, slash, short = base.rpartition("/")
+        found = [
+            m for (p, n), m in self._models.items() if n == (short if slash else base) and (not slash or p == project)
+        ]
+        if rollout is not None and len(found) > 1:
+            found = [m for m in found if m.project == rollout.project]
+        if not found:
+            known = ", ".join(m.name for m in self._models.values()) or "none yet"
+            raise NotFound(
+                f"there is no model {ascii(name)[:200]} here (registered: {known}); register it, or mend `model`"
+            )
+        if len(found) > 1:
+            forms = " or ".join(f"{m.project}/{m.name}" for m in found)
+            raise InvalidInput(f"two projects have a model {base!r}; write {forms}")
+        model = found[0]
+        if step is not None and step > model.step:
+            raise NotFound(f"{model.project}/{model.name} has no step {step}; its newest is {model.step}")
+        return model, model.step if step is None else step
+
+    @contextlib.asynccontextmanager
+    async def adapter(self, model: ServedModel, step: int) -> AsyncIterator[AdapterRef]:
+        async with self._adapters.use(model.store, model.steps[step][1]) as ref:
+            yield ref
+
+    def inference_name(self, model: ServedModel) -> str:
+        twins = sum(m.name == model.name for m in self._models.values())
+        return model.name if twins <= 1 else f"{model.project}/{model.name}"
+
+    def status(self, model: ServedModel) -> ModelStatus:
+        return ModelStatus(
+            project=model.project,
+            name=model.name,
+            base_model=model.record.base_model,
+            inference_name=self.inference_name(model),
+            step=model.step,
+            manifest=model.head_key,
+            lora=model.record.lora,
+            server_version=__version__,
+            context_length=self.context_length,
+        )
+
+    async def close(self) -> None:
+        if self.base_model is not None:
+            await asyncio.gather(self.engine.close(), self.trainer.close())
+        for model in self._models.values():
+            await asyncio.to_thread(model.writer.close)
+
+    async def _start_base(self, base_model: str) -> None:
+        if self.base_model is not None:
+            return
+        folder = await asyncio.to_thread(self._parts.resolve_base, base_model)
+        self.vocabulary = await asyncio.to_thread(Vocabulary, folder)
+        settings = self._config.engine
+        limit = settings.context_length or min(self.vocabulary.max_context, DEFAULT_CONTEXT)
+        self.context_length = min(limit, self.vocabulary.max_context)
+        threads = settings.threads or os.cpu_count() or 1
+        logs = self._state / "logs"
+        self.engine = self._parts.make_engine(folder, settings, logs / "engine.log")
+        self.trainer = self._parts.make_trainer(folder, settings.dtype, threads, logs / "trainer.log")
+        self.base_model = base_model
+        await self.engine.start()
+
+    async def _open(
+        self, store: ModelStore, request: RegisterRequest, record: ModelRecord | None, template: ChatTemplate
+    ) -> ServedModel:
+        """Takes the model's lease and makes sure of step 0, the untrained adapter."""
+        out = self._state / "work" / f"init-{uuid.uuid4().hex}"
+        writer: Writer | None = None
+        try:
+            if record is None:  # what the trainer refuses must leave nothing behind
+                await self._init(record, request, out)
+                record = await asyncio.to_thread(_create, store, request)
+            owner = f"server {socket.gethostname()} pid {os.getpid()}"
+            writer = await asyncio.to_thread(store.open_writer, owner, LEASE_WAIT_SECONDS)
+            model = ServedModel(record.project, record.name, record, store, writer, template)
+            if writer.head is None and await asyncio.to_thread(writer.adopt, INIT_REQUEST) is None:
+                if not out.exists():
+                    await self._init(record, request, out)
+                await asyncio.to_thread(_commit_first, writer, out)
+            await asyncio.to_thread(model.reload)
+            return model
+        except BaseException:
+            if writer is not None:
+                await asyncio.to_thread(writer.close)
+            raise
+        finally:
+            await asyncio.to_thread(shutil.rmtree, out, ignore_errors=True)
+
+    async def _init(self, record: ModelRecord | None, request: RegisterRequest, out: Path) -> None:
+        lora = (record or request).lora
+        await asyncio.to_thread(out.mkdir, parents=True)
+        await self.trainer.init(InitTask(base_model=request.base_model, lora=lora, out_dir=str(out)))
+
+
+def step_files(folder: Path) -> dict[str, Path]:
+    """The files of a step that the trainer wrote, by their names in the manifest."""
+    found = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {name: path for name, path in found.items() if name.startswith(STEP_FILES)}
+    if not files:
+        raise Busy(f"the trainer wrote no files into {folder}; look at its log, then try again")
+    return files
+
+
+def versions() -> dict[str, str]:
+    return {"art-sky": __version__}
+
+
+def _commit_first(writer: Writer, out: Path) -> None:
+    writer.commit(step=0, request=INIT_REQUEST, files=step_files(out), updates=0, versions=versions())
+
+
+def _find_record(store: ModelStore) -> ModelRecord | None:
+    try:
+        return store.record()
+    except NotFound:
+        return None
+
+
+def _create(store: ModelStore, request: RegisterRequest) -> ModelRecord:
+    values: dict[str, Any] = request.model_dump(exclude={"client_version"})
+    return store.create(ModelRecord(**values, created=time.time(), created_by=f"art-sky {__version__}"))
+
+
+def _compare(record: ModelRecord, request: RegisterRequest) -> None:
+    for name in ("base_model", "lora", "options"):
+        stored, asked = getattr(record, name), getattr(request, name)
+        if stored != asked:
+            raise Conflict(
+                f"{record.project}/{record.name} was made with {name} {_short(stored)}, not {_short(asked)}; give the "
+                "same, or register under another name"
+            )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return ascii(text if len(text) <= 200 else text[:200] + "...")

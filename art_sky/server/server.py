@@ -1,0 +1,132 @@
+"""One server: its parts put together, started and ended in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from art_sky import __version__
+from art_sky.config import ServerConfig
+from art_sky.errors import ArtSkyError, StoreError
+from art_sky.schemas import ModelStatus, RegisterRequest, ServerStatus
+from art_sky.server.activity import Activity
+from art_sky.server.exchange_log import ExchangeLog
+from art_sky.server.gateway import Gateway
+from art_sky.server.jobs import Jobs
+from art_sky.server.models import Registry
+from art_sky.server.parts import Parts
+from art_sky.server.rollouts import Rollouts
+from art_sky.server.security import load_token
+from art_sky.store.model_store import ModelStore
+
+log = logging.getLogger("art_sky.server")
+
+
+class Server:
+    """`stop` is called when the server should end: POST /shutdown, or no work for `idle_minutes`."""
+
+    def __init__(self, config: ServerConfig, parts: Parts, stop: Callable[[], None]) -> None:
+        """Raises StoreError or InvalidConfig when the state folder or the store cannot be used."""
+        self.config = config
+        self.stop = stop
+        self.state = Path(config.state_dir)
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise StoreError(f"cannot make {self.state}: {e.strerror}; give a state_dir that can be written") from e
+        self.token = load_token(self.state / "token")
+        self.activity = Activity()
+        self.rollouts = Rollouts(self.state, self.token)
+        self.exchanges = ExchangeLog(self.state, fsync_each=config.fsync_each_reply)
+        self.registry = Registry(config, parts, self.state)
+        self.jobs = Jobs(self.registry, self.activity, self.state)
+        self.gateway = Gateway(self.registry, self.exchanges, self.activity)
+        self._started = time.time()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        self.jobs.start()
+        self._tasks = [asyncio.create_task(self._restore_models(), name="restore models")]
+        if self.config.idle_minutes is not None:
+            self._tasks.append(asyncio.create_task(self._watch_idle(self.config.idle_minutes * 60), name="idle limit"))
+
+    async def close(self) -> None:
+        """Ends children and gives leases back; what was accepted and not ended is finished by the next server."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.jobs.close()
+        await self.registry.close()
+        await self.exchanges.close()
+        self.rollouts.close()
+
+    async def register(self, request: RegisterRequest) -> ModelStatus:
+        model, new = await self.registry.register(request)
+        if new:
+            await asyncio.to_thread(self._remember_models)
+            await self.jobs.recover(model)
+        self.activity.touch()
+        return self.registry.status(model)
+
+    async def status(self) -> ServerStatus:
+        registry, limit = self.registry, self.config.idle_minutes
+        engine: dict[str, Any] = {"state": "stopped"}
+        trainer: dict[str, Any] = {"state": "stopped"}
+        if registry.base_model is not None:
+            engine = {"base_model": registry.base_model, **(await registry.engine.status()).model_dump()}
+            child = registry.trainer.child
+            trainer = {"state": child.state, "restarts": child.restarts, "pid": child.pid}
+        return ServerStatus(
+            version=__version__,
+            pid=os.getpid(),
+            store=registry.store.url,
+            started=self._started,
+            idle_seconds=self.activity.idle_seconds(),
+            idle_limit_seconds=None if limit is None else limit * 60,
+            engine={**engine, **self.gateway.stats()},
+            trainer=trainer,
+            models=[registry.status(m) for m in registry.all()],
+            jobs=self.jobs.all(),
+        )
+
+    @property
+    def _models_file(self) -> Path:
+        return self.state / "models.json"
+
+    def _remember_models(self) -> None:
+        names = [[m.project, m.name] for m in self.registry.all()]
+        scratch = self._models_file.with_suffix(".new")
+        scratch.write_text(json.dumps(names))
+        scratch.replace(self._models_file)
+
+    async def _restore_models(self) -> None:
+        """Brings back what was registered before a restart, so that agents and jobs go on without their client."""
+        if not self._models_file.exists():
+            return
+        for project, name in json.loads(self._models_file.read_text()):
+            try:
+                record = await asyncio.to_thread(ModelStore(self.registry.store, project, name).record)
+                await self.register(
+                    RegisterRequest(
+                        project=project,
+                        name=name,
+                        base_model=record.base_model,
+                        lora=record.lora,
+                        options=record.options,
+                        client_version=__version__,
+                    )
+                )
+            except ArtSkyError as e:
+                log.warning("%s/%s, registered before the restart, is not back: %s", project, name, e.message)
+
+    async def _watch_idle(self, limit: float) -> None:
+        while (left := limit - self.activity.idle_seconds()) > 0:  # noqa: ASYNC110  # time passes without an event
+            await asyncio.sleep(left)
+        log.warning("no work for %.1f minutes: the server ends; launch it again to go on from HEAD", limit / 60)
+        self.stop()
