@@ -123,7 +123,10 @@ class ModelStore(RunLog):
             raise NotFound(f"there is no model {self.prefix} in {self.store.url}; register it first") from e
 
     def create(self, record: ModelRecord) -> ModelRecord:
-        """Registers the model. Raises Conflict when it exists, or one whose name differs only in case."""
+        """Registers the model. Raises Conflict when it exists, or one whose name differs only in case.
+
+        The very same record again (a retry) is no conflict.
+        """
         if (record.project, record.name) != (self.project, self.name):
             raise InvalidInput(f"the record is of {record.project}/{record.name}, not of {self.prefix}; use its store")
         entry = IndexEntry(project=self.project, name=self.name)
@@ -350,7 +353,7 @@ class ModelStore(RunLog):
             attempts = self.attempts(record.request)
             if not attempts or attempts[-1].outcome not in FINAL_OUTCOMES:
                 pending.append(record)
-        return sorted(pending, key=lambda r: r.created)
+        return sorted(pending, key=lambda r: (r.created, r.request))
 
     def open_writer(self, owner: str, wait_seconds: float = 0.0) -> Writer:
         """The only way to commit. Raises LeaseLost, naming the holder, when another process has the model."""
