@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from art_sky.client.gather import gather_trajectory_groups as gather_trajectory_groups
     from art_sky.client.gather import trajectory_group_batches as trajectory_group_batches
     from art_sky.client.http_backend import ServerBackend as ServerBackend
-    from art_sky.client.http_backend import TrainedStep as TrainedStep
     from art_sky.client.local_backend import LocalBackend as LocalBackend
     from art_sky.client.model import Model as Model
     from art_sky.client.model import TrainableModel as TrainableModel
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from art_sky.config import LoRAConfig as LoRAConfig
     from art_sky.config import ModelOptions as ModelOptions
     from art_sky.config import TrainConfig as TrainConfig
+    from art_sky.schemas import TrainResult as TrainResult
     from art_sky.trajectories import History as History
     from art_sky.trajectories import MessagesAndChoices as MessagesAndChoices
     from art_sky.trajectories import RolloutError as RolloutError
@@ -44,11 +44,12 @@ _HOME = {
     "client.datasets": ["DatasetBatch", "iterate_dataset"],
     "client.flow": ["capture_yielded_trajectory", "limit_concurrency", "retry", "yield_trajectory"],
     "client.gather": ["gather_trajectories", "gather_trajectory_groups", "trajectory_group_batches"],
-    "client.http_backend": ["ServerBackend", "TrainedStep"],
+    "client.http_backend": ["ServerBackend"],
     "client.local_backend": ["LocalBackend"],
     "client.model": ["Model", "TrainableModel"],
     "client.rollout": ["Rollout"],
     "config": ["EngineConfig", "LoRAConfig", "ModelOptions", "TrainConfig"],
+    "schemas": ["TrainResult"],
     "trajectories": ["History", "MessagesAndChoices", "RolloutError", "Trajectory", "TrajectoryGroup"],
 }
 _MODULE_OF = {name: f"art_sky.{module}" for module, names in _HOME.items() for name in names}

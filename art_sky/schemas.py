@@ -151,6 +151,7 @@ class RegisterRequest(Wire):
     lora: LoRAConfig = LoRAConfig()
     options: ModelOptions = ModelOptions()
     config: dict[str, Any] = {}
+    trainable: bool = True  # False: a prompted model, only logged; `base_model` is then just its name elsewhere
     client_version: str
 
 
@@ -195,6 +196,11 @@ class TrainResult(Wire):
     reason: str | None = None
     metrics: dict[str, float | None]
     seconds: float
+
+    @property
+    def checkpoint_path(self) -> str:
+        """Where the step is in the store: the key of its manifest."""
+        return self.manifest
 
 
 class Job(Wire):
