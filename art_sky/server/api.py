@@ -14,7 +14,7 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import StringConstraints
 
-from art_sky.errors import InvalidInput, NotFound
+from art_sky.errors import InvalidInput
 from art_sky.schemas import (
     Checkpoint,
     Exchange,
@@ -23,16 +23,16 @@ from art_sky.schemas import (
     Job,
     LogRequest,
     LogResult,
+    Manifest,
     ModelStatus,
     RegisterRequest,
     RolloutAddress,
     ServerStatus,
     Sha256,
     TrainRequest,
-    Wire,
 )
 from art_sky.server.jobs import LiveJob
-from art_sky.server.models import ServedModel
+from art_sky.server.models import KnownModel
 from art_sky.server.server import Server
 from art_sky.server.wire_json import AsciiJSON, StrictRoute, dumps
 from art_sky.store.model_store import ModelStore
@@ -43,14 +43,6 @@ _CHUNK = 1 << 20
 _MODEL = "/models/{project}/{name}"
 
 MetricName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}/.{1,200}$")]
-
-
-class DeleteRequest(Wire):
-    best_metric: MetricName = "val/reward"
-
-
-class DeleteResult(Wire):
-    deleted: list[int]
 
 
 def api_router(server: Server) -> APIRouter:
@@ -89,6 +81,14 @@ def _model_routes(router: APIRouter, server: Server) -> None:
     async def model(project: str, name: str) -> ModelStatus:
         return registry.status(registry.get(project, name))
 
+    @router.get(_MODEL + "/blobs/{sha256}", response_model=None)
+    async def get_blob(project: str, name: str, sha256: Sha256) -> Response:
+        """The bytes behind a FileRef of a manifest; a damaged blob breaks the reply off."""
+        store = registry.get(project, name).store
+        ref = await asyncio.to_thread(_ref, store, sha256)
+        headers = {"content-length": str(ref.size)}
+        return StreamingResponse(_blocks(store, ref), media_type="application/octet-stream", headers=headers)
+
     @router.put(_MODEL + "/blobs/{sha256}")
     async def put_blob(project: str, name: str, sha256: Sha256, request: Request) -> FileRef:
         """Stores bytes under their hash, which is checked."""
@@ -106,9 +106,7 @@ def _model_routes(router: APIRouter, server: Server) -> None:
     async def log(project: str, name: str, body: LogRequest) -> LogResult:
         """Fills the row (attempt, step, split) of the history, and keeps trajectories that were uploaded."""
         model = registry.get(project, name)
-        step = model.step if body.step is None else body.step
-        if not 0 <= step <= model.step:
-            raise NotFound(f"{project}/{name} has no step {step}; log to 0 to {model.step}")
+        step = model.step if body.step is None else model.check_step(body.step)
         server.activity.touch()
         return await asyncio.to_thread(_log, model, step, body)
 
@@ -117,18 +115,18 @@ def _model_routes(router: APIRouter, server: Server) -> None:
         return await asyncio.to_thread(registry.get(project, name).store.history)
 
     @router.get(_MODEL + "/state", response_model=None)
-    async def read_state(project: str, name: str) -> dict[str, Any]:
-        """`{"state": ...}`: the user's own, null when none was ever written."""
-        return {"state": await asyncio.to_thread(registry.get(project, name).store.read_state)}
+    async def read_state(project: str, name: str) -> dict[str, Any] | None:
+        """The user's own, null when none was ever written."""
+        return await asyncio.to_thread(registry.get(project, name).store.read_state)
 
     @router.patch(_MODEL + "/state", response_model=None)
     async def merge_state(project: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Sets the given top-level keys."""
-        return {"state": await asyncio.to_thread(registry.get(project, name).store.merge_state, body)}
+        """Sets the given top-level keys; answers with the whole."""
+        return await asyncio.to_thread(registry.get(project, name).store.merge_state, body)
 
     @router.put(_MODEL + "/state", response_model=None)
     async def overwrite_state(project: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        return {"state": await asyncio.to_thread(registry.get(project, name).store.overwrite_state, body)}
+        return await asyncio.to_thread(registry.get(project, name).store.overwrite_state, body)
 
 
 def _job_routes(router: APIRouter, server: Server) -> None:
@@ -137,7 +135,7 @@ def _job_routes(router: APIRouter, server: Server) -> None:
     @router.post(_MODEL + "/train", status_code=202)
     async def train(project: str, name: str, body: TrainRequest) -> Job:
         """Accepts a batch. The same request id again gives the same job, or its stored result."""
-        return (await jobs.submit(server.registry.get(project, name), body)).view()
+        return (await jobs.submit(server.registry.get_served(project, name), body)).view()
 
     @router.get("/jobs/{request_id}")
     async def job(request_id: str) -> Job:
@@ -160,26 +158,17 @@ def _checkpoint_routes(router: APIRouter, server: Server) -> None:
     async def checkpoints(project: str, name: str, best_metric: MetricName = "val/reward") -> list[Checkpoint]:
         return await asyncio.to_thread(_checkpoints, registry.get(project, name).store, best_metric)
 
-    @router.get(_MODEL + "/checkpoints/{step}/files/{path:path}", response_model=None)
-    async def checkpoint_file(project: str, name: str, step: int, path: str) -> Response:
-        """A file of a step, checked before it is sent; `x-art-sky-sha256` lets the receiver check it too."""
-        model = registry.get(project, name)
-        if not 0 <= step <= model.step:
-            raise NotFound(f"{project}/{name} has no step {step}; its steps are 0 to {model.step}")
-        ref = model.steps[step][1].files.get(path)
-        if ref is None:
-            known = ", ".join(model.steps[step][1].files)
-            raise NotFound(f"step {step} has no file {ascii(path)[:100]}; it has {known}")
-        await asyncio.to_thread(model.store.verify_blob, ref)
-        headers = {"content-length": str(ref.size), "x-art-sky-sha256": ref.sha256}
-        body = _read_blob(model.store, ref)
-        return StreamingResponse(body, media_type="application/octet-stream", headers=headers)
+    @router.get(_MODEL + "/checkpoints/{step}")
+    async def checkpoint(project: str, name: str, step: int) -> Manifest:
+        """The manifest of a step; its files are fetched as blobs."""
+        model = registry.get_served(project, name)
+        return model.steps[model.check_step(step)][1]
 
-    @router.post(_MODEL + "/checkpoints/delete")
-    async def delete(project: str, name: str, body: DeleteRequest) -> DeleteResult:
-        """Deletes the files of all steps but the newest, the best and those kept by name."""
-        model = registry.get(project, name)
-        return DeleteResult(deleted=await asyncio.to_thread(delete_checkpoints, model.writer, body.best_metric))
+    @router.delete(_MODEL + "/checkpoints")
+    async def delete(project: str, name: str, best_metric: MetricName = "val/reward") -> list[int]:
+        """Deletes the files of all steps but the newest, the best and those kept by name; returns their numbers."""
+        model = registry.get_served(project, name)
+        return await asyncio.to_thread(delete_checkpoints, model.writer, best_metric)
 
 
 def _rollout_routes(router: APIRouter, server: Server) -> None:
@@ -191,7 +180,7 @@ def _rollout_routes(router: APIRouter, server: Server) -> None:
     @router.post(_MODEL + "/rollouts", status_code=201)
     async def open_rollout(project: str, name: str, request: Request) -> RolloutAddress:
         """An address of its own: whatever calls it is recorded under this rollout."""
-        server.registry.get(project, name)
+        server.registry.get_served(project, name)
         server.activity.touch()
         rollout, key = await asyncio.to_thread(server.rollouts.open, project, name)
         base = str(request.base_url).rstrip("/")
@@ -231,11 +220,10 @@ async def _receive(server: Server, request: Request, scratch: Path) -> str:
     return digest.hexdigest()
 
 
-def _log(model: ServedModel, step: int, body: LogRequest) -> LogResult:
+def _log(model: KnownModel, step: int, body: LogRequest) -> LogResult:
     if body.batch is not None:
-        store = model.store
-        ref = FileRef(sha256=body.batch, size=store.store.info(store.blob_key(body.batch)).size)
-        store.write_trajectories(body.split, step, model.attempt, store.read_blob(ref))
+        trajectories = model.store.read_blob(_ref(model.store, body.batch))
+        model.store.write_trajectories(body.split, step, model.attempt, trajectories)
     model.store.log_row(model.attempt, step, body.split, body.metrics)
     return LogResult(attempt=model.attempt, step=step, split=body.split)
 
@@ -266,7 +254,11 @@ async def _lines(job: LiveJob, offset: int) -> AsyncIterator[bytes]:
         yield (dumps(event.model_dump()) if event else "").encode() + b"\n"
 
 
-async def _read_blob(store: ModelStore, ref: FileRef) -> AsyncIterator[bytes]:
-    with await asyncio.to_thread(store.store.open, store.blob_key(ref.sha256)) as source:
-        while block := await asyncio.to_thread(source.read, _CHUNK):
-            yield block
+def _ref(store: ModelStore, sha256: str) -> FileRef:
+    return FileRef(sha256=sha256, size=store.store.info(store.blob_key(sha256)).size)
+
+
+async def _blocks(store: ModelStore, ref: FileRef) -> AsyncIterator[bytes]:
+    blocks = store.blob_blocks(ref)
+    while block := await asyncio.to_thread(next, blocks, b""):
+        yield block

@@ -62,7 +62,7 @@ async def _models(server: Server) -> list[dict[str, Any]]:
     registry = server.registry
     loaded = (await registry.engine.status()).adapters if registry.base_model is not None else []
     listed = []
-    for model in registry.all():
+    for model in registry.served():
         name, prefix = registry.inference_name(model), f"{model.project}/{model.name}@"
         steps = [f"{name}@{a.removeprefix(prefix)}" for a in loaded if a.startswith(prefix)]
         listed += [_model(id, model.record.created, model.project) for id in (name, *steps)]

@@ -159,7 +159,7 @@ class Jobs:
         live = self._jobs.get(request_id)
         if live is not None:
             return live
-        for model in self._registry.all():
+        for model in self._registry.served():
             try:
                 record = await asyncio.to_thread(model.store.request, request_id)
             except StoreError as e:

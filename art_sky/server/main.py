@@ -110,7 +110,7 @@ def _only_one(state: Path) -> Iterator[None]:
     """Two servers on one state folder would write into each other's files."""
     try:
         state.mkdir(parents=True, exist_ok=True)
-        file = (state / "lock").open("a")
+        file = (state / "server.lock").open("a")
     except OSError as e:
         raise InvalidConfig(f"cannot write {state}: {e.strerror}; give a state_dir that can be written") from e
     with file:

@@ -34,11 +34,33 @@ STEP_FILES = ("adapter/", "trainer/")
 
 
 @dataclass
-class ServedModel:
+class KnownModel:
+    """A registered model. By itself: a prompted model that lives elsewhere and is only logged."""
+
     project: str
     name: str
     record: ModelRecord
     store: ModelStore
+
+    @property
+    def step(self) -> int:
+        return 0
+
+    @property
+    def attempt(self) -> int:
+        return 1
+
+    def check_step(self, step: int) -> int:
+        """Raises NotFound for a step that cannot be logged to."""
+        if step < 0:
+            raise NotFound(f"{self.store.prefix} has no step {step}; steps count from 0")
+        return step
+
+
+@dataclass
+class ServedModel(KnownModel):
+    """A model that is sampled from and trained here."""
+
     writer: Writer
     template: ChatTemplate
     steps: list[tuple[str, Manifest]] = field(default_factory=list)  # (key, manifest) by step number
@@ -60,6 +82,12 @@ class ServedModel:
         head = self.writer.head
         return head.attempt if head else 1
 
+    def check_step(self, step: int) -> int:
+        """Raises NotFound for a step that HEAD does not reach."""
+        if not 0 <= step <= self.step:
+            raise NotFound(f"{self.store.prefix} has no step {step}; its steps are 0 to {self.step}")
+        return step
+
     def reload(self) -> None:
         """Reads the steps that HEAD reaches; blocks."""
         head = self.writer.head
@@ -77,15 +105,25 @@ class Registry:
     def __init__(self, config: ServerConfig, parts: Parts, state: Path) -> None:
         self._config, self._parts, self._state = config, parts, state
         self.store = parts.open_store(config.store)
-        self._models: dict[tuple[str, str], ServedModel] = {}
+        self._models: dict[tuple[str, str], KnownModel] = {}
         self._adapters = AdapterFolders(state / "adapters")
         self._lock = asyncio.Lock()
         self.base_model: str | None = None
 
-    def all(self) -> list[ServedModel]:
+    def all(self) -> list[KnownModel]:
         return list(self._models.values())
 
-    def get(self, project: str, name: str) -> ServedModel:
+    def served(self) -> list[ServedModel]:
+        return [m for m in self._models.values() if isinstance(m, ServedModel)]
+
+    def get_served(self, project: str, name: str) -> ServedModel:
+        """Like `get`; raises InvalidInput for a model that is only logged."""
+        model = self.get(project, name)
+        if not isinstance(model, ServedModel):
+            raise InvalidInput(f"{project}/{name} is only logged here; train and sample a TrainableModel")
+        return model
+
+    def get(self, project: str, name: str) -> KnownModel:
         """Raises InvalidName, or NotFound for a model that is not registered with this server."""
         check_name("project", project)
         check_name("model", name)
@@ -95,7 +133,7 @@ class Registry:
             raise NotFound(f"the model {project}/{name} is not registered here (registered: {known}); register it")
         return model
 
-    async def register(self, request: RegisterRequest) -> tuple[ServedModel, bool]:
+    async def register(self, request: RegisterRequest) -> tuple[KnownModel, bool]:
         """The model, and whether it is new to this server. Idempotent.
 
         Raises VersionMismatch, InvalidName, Conflict (another base model, LoRA or options than it was made with, or
@@ -109,11 +147,11 @@ class Registry:
         check_name("project", request.project)
         check_name("model", request.name)
         async with self._lock:
-            served = self._models.get((request.project, request.name))
-            if served is not None:
-                _compare(served.record, request)
-                return served, False
-            if self.base_model not in (None, request.base_model):
+            registered = self._models.get((request.project, request.name))
+            if registered is not None:
+                _compare(registered.record, request)
+                return registered, False
+            if request.trainable and self.base_model not in (None, request.base_model):
                 raise Conflict(
                     f"this server runs {self.base_model!r}, not {request.base_model!r}; start another server for it "
                     "(another state folder and port)"
@@ -122,12 +160,18 @@ class Registry:
             record = await asyncio.to_thread(_find_record, store)
             if record is not None:
                 _compare(record, request)
-            await self._start_base(request.base_model)
-            options = (record or request).options
-            template = await asyncio.to_thread(ChatTemplate, self.vocabulary, options.chat_template)
-            served = await self._open(store, request, record, template)
-            self._models[request.project, request.name] = served
-            return served, True
+            known: KnownModel
+            if request.trainable:
+                await self._start_base(request.base_model)
+                options = (record or request).options
+                template = await asyncio.to_thread(ChatTemplate, self.vocabulary, options.chat_template)
+                known = await self._open(store, request, record, template)
+            else:
+                if record is None:
+                    record = await asyncio.to_thread(_create, store, request)
+                known = KnownModel(request.project, request.name, record, store)
+            self._models[request.project, request.name] = known
+            return known, True
 
     async def resolve(self, name: str, rollout: Rollout | None = None) -> tuple[ServedModel, int]:
         """`name`, `name@step` or `project/name...`; a bare name is the newest step, looked up now.
@@ -136,13 +180,12 @@ class Registry:
         """
         base, step = split_step(name)
         project, slash, short = base.rpartition("/")
-        found = [
-            m for (p, n), m in self._models.items() if n == (short if slash else base) and (not slash or p == project)
-        ]
+        wanted = short if slash else base
+        found = [m for m in self.served() if m.name == wanted and (not slash or m.project == project)]
         if rollout is not None and len(found) > 1:
             found = [m for m in found if m.project == rollout.project]
         if not found:
-            known = ", ".join(m.name for m in self._models.values()) or "none yet"
+            known = ", ".join(m.name for m in self.served()) or "none yet"
             raise NotFound(
                 f"there is no model {ascii(name)[:200]} here (registered: {known}); register it, or mend `model`"
             )
@@ -150,36 +193,34 @@ class Registry:
             forms = " or ".join(f"{m.project}/{m.name}" for m in found)
             raise InvalidInput(f"two projects have a model {base!r}; write {forms}")
         model = found[0]
-        if step is not None and step > model.step:
-            raise NotFound(f"{model.project}/{model.name} has no step {step}; its newest is {model.step}")
-        return model, model.step if step is None else step
+        return model, model.step if step is None else model.check_step(step)
 
     @contextlib.asynccontextmanager
     async def adapter(self, model: ServedModel, step: int) -> AsyncIterator[AdapterRef]:
         async with self._adapters.use(model.store, model.steps[step][1]) as ref:
             yield ref
 
-    def inference_name(self, model: ServedModel) -> str:
-        twins = sum(m.name == model.name for m in self._models.values())
+    def inference_name(self, model: KnownModel) -> str:
+        twins = sum(m.name == model.name for m in self.served())
         return model.name if twins <= 1 else f"{model.project}/{model.name}"
 
-    def status(self, model: ServedModel) -> ModelStatus:
+    def status(self, model: KnownModel) -> ModelStatus:
         return ModelStatus(
             project=model.project,
             name=model.name,
             base_model=model.record.base_model,
             inference_name=self.inference_name(model),
             step=model.step,
-            manifest=model.head_key,
+            manifest=model.head_key if isinstance(model, ServedModel) else "",
             lora=model.record.lora,
             server_version=__version__,
-            context_length=self.context_length,
+            context_length=self.context_length if isinstance(model, ServedModel) else 0,
         )
 
     async def close(self) -> None:
         if self.base_model is not None:
             await asyncio.gather(self.engine.close(), self.trainer.close())
-        for model in self._models.values():
+        for model in self.served():
             await asyncio.to_thread(model.writer.close)
 
     async def _start_base(self, base_model: str) -> None:
@@ -259,8 +300,8 @@ def _create(store: ModelStore, request: RegisterRequest) -> ModelRecord:
 
 
 def _compare(record: ModelRecord, request: RegisterRequest) -> None:
-    for name in ("base_model", "lora", "options"):
-        stored, asked = getattr(record, name), getattr(request, name)
+    for name in ("base_model", "lora", "options", "trainable"):
+        stored, asked = getattr(record, name, True), getattr(request, name)
         if stored != asked:
             raise Conflict(
                 f"{record.project}/{record.name} was made with {name} {_short(stored)}, not {_short(asked)}; give the "

@@ -19,7 +19,7 @@ from art_sky.server.activity import Activity
 from art_sky.server.exchange_log import ExchangeLog
 from art_sky.server.gateway import Gateway
 from art_sky.server.jobs import Jobs
-from art_sky.server.models import Registry
+from art_sky.server.models import Registry, ServedModel
 from art_sky.server.parts import Parts
 from art_sky.server.rollouts import Rollouts
 from art_sky.server.security import load_token
@@ -70,7 +70,8 @@ class Server:
         model, new = await self.registry.register(request)
         if new:
             await asyncio.to_thread(self._remember_models)
-            await self.jobs.recover(model)
+            if isinstance(model, ServedModel):
+                await self.jobs.recover(model)
         self.activity.touch()
         return self.registry.status(model)
 
@@ -119,6 +120,7 @@ class Server:
                         base_model=record.base_model,
                         lora=record.lora,
                         options=record.options,
+                        trainable=getattr(record, "trainable", True),
                         client_version=__version__,
                     )
                 )
