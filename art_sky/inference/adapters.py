@@ -164,7 +164,7 @@ def _merge(group: LinearGroup, members: dict[int, tuple[torch.Tensor, torch.Tens
         column = sum(group.sizes[:member])
         b[row : row + len(a), column : column + group.sizes[member]] = own.T
         row += len(a)
-    return LoRAWeights(torch.cat([members[m][0] for m in sorted(members)]), b)
+    return LoRAWeights(torch.cat([members[m][0] for m in sorted(members)]), b.to(group.weight.dtype))
 
 
 def _stack(adapters: list[Adapter]) -> tuple[list[LoRAWeights | None], list[list[int]]]:

@@ -25,14 +25,15 @@ NAME = "art_sky_ragged"
 class Rows:
     """Sequences of one slab that add one token each: tokens `first : first + len(slots)` of the batch.
 
-    `slots` [n] and `positions` [n] say where each token goes; the first `occupied` slots of the slab are read up
-    to `length` under `mask` [occupied, 1, 1, length] (True: attend). `dense`: every occupied slot takes part.
+    `target` [n * kv heads] says where each token's keys go, in rows of head_dim. The first `occupied` slots of the
+    slab are read up to `length` under `mask` [occupied, 1, 1, length] (True: attend). `dense`: every occupied slot
+    takes part.
     """
 
     slab: Slab
     first: int
     slots: torch.Tensor
-    positions: torch.Tensor
+    target: torch.Tensor
     occupied: int
     length: int
     mask: torch.Tensor
@@ -67,7 +68,9 @@ def plan_rows(slab: Slab, first: int, slots: list[int], positions: list[int]) ->
     ends = torch.zeros(occupied, dtype=torch.long)  # a slot that sits out attends to position 0 and is ignored
     ends[at] = position
     mask = (torch.arange(length) <= ends[:, None])[:, None, None]
-    return Rows(slab, first, at, position, occupied, length, mask, dense=len(slots) == occupied)
+    heads = slab.data.shape[3]
+    target = ((at[:, None] * heads + torch.arange(heads)) * slab.length + position[:, None]).flatten()
+    return Rows(slab, first, at, target, occupied, length, mask, dense=len(slots) == occupied)
 
 
 def plan_chunk(slot: Slot, first: int, start: int, count: int, group: int) -> Chunk:
@@ -97,10 +100,10 @@ def ragged_attention(
     group = heads // kv_heads
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype)
     for rows in plan.rows:
-        keys, values = rows.slab.data[layer, 0], rows.slab.data[layer, 1]
+        keys, values = rows.slab.data[layer, 0], rows.slab.data[layer, 1]  # [slots, kv heads, length, head_dim]
         own = slice(rows.first, rows.first + len(rows.slots))
-        keys[rows.slots, :, rows.positions] = k[own]
-        values[rows.slots, :, rows.positions] = v[own]
+        keys.view(-1, head_dim).index_copy_(0, rows.target, k[own].reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, rows.target, v[own].reshape(-1, head_dim))
         asks = q[own]
         if not rows.dense:
             asks = asks.new_zeros(rows.occupied, heads, head_dim).index_copy_(0, rows.slots, asks)

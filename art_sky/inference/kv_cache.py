@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -154,7 +153,7 @@ class KVCache:
         self._recent[kept] = None
         self.used += kept.data.numel() * kept.data.element_size()
 
-    def find(self, adapter: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
+    def find(self, adapter: str, tokens: list[int]) -> tuple[Kept | None, int]:
         """The kept sequence of this adapter with the longest common prefix, and the prefix's length.
 
         In sorted order it is one of the two neighbours of `tokens`.
@@ -202,7 +201,7 @@ class KVCache:
         return slab
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -18,10 +18,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """What one adapter adds to one group: y += (x A^T) B, the scaling folded into B. float32."""
+    """What one adapter adds to one group: y += (x A^T) B, the scaling folded into B."""
 
-    a: torch.Tensor  # [rank, in]; the rank is summed over the group's members
-    b: torch.Tensor  # [rank, out]
+    a: torch.Tensor  # [rank, in], float32; the rank is summed over the group's members
+    b: torch.Tensor  # [rank, out], in the base model's dtype
 
 
 @dataclass
@@ -51,7 +51,7 @@ class LinearGroup:
 
     def output(self, member: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
-            self._input, self._outputs = x, self._compute(x).split(self.sizes, -1)
+            self._input, self._outputs = x, torch.split(self._compute(x), self.sizes, -1)
         result = self._outputs[member]
         if member == len(self.sizes) - 1:
             self._input, self._outputs = None, ()
@@ -65,7 +65,7 @@ class LinearGroup:
             mask = self.active.masks[self.index]
             if mask is not None:
                 low *= mask
-            y[0].add_(low @ lora.b)  # bfloat16 += float32 is computed in float32
+            y[0].addmm_(low.to(y.dtype), lora.b)
         return y
 
 

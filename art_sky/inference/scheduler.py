@@ -272,7 +272,8 @@ class Scheduler:
         prompt, context = len(request.prompt_ids), self.model.context_length
         if prompt >= context:
             raise PromptTooLong(
-                f"the prompt has {prompt} tokens and the context length is {context}; shorten it to at most {context - 1}"
+                f"the prompt has {prompt} tokens and the context length is {context}; "
+                f"shorten it to at most {context - 1}"
             )
         if prompt + request.max_tokens > context:
             raise PromptTooLong(
@@ -287,7 +288,8 @@ class Scheduler:
         for token in request.prompt_ids:
             if not 0 <= token < self.model.vocabulary:
                 raise InvalidInput(
-                    f"prompt token {token} is not in the vocabulary of {self.model.vocabulary}; use this model's tokenizer"
+                    f"prompt token {token} is not in the vocabulary of {self.model.vocabulary}; "
+                    "use this model's tokenizer"
                 )
 
 
