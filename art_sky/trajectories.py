@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Itera
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Self, TypeAlias
 
+from openai import BaseModel as OpenAIModel
 from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
@@ -36,7 +37,7 @@ def as_item(value: Any) -> MessageOrChoice:
     if isinstance(value, ChatCompletion):
         return _first_choice(value)
     if isinstance(value, BaseModel):
-        value = value.model_dump(exclude_unset=True, warnings=False)
+        value = plain(value)
         if value.get("role") == "assistant":
             value.setdefault("content", None)  # templates and APIs want the key
     if isinstance(value, Mapping):
@@ -61,13 +62,15 @@ def choice_from_json(value: Mapping[str, Any]) -> Choice:
 def item_to_json(value: Any) -> dict[str, Any]:
     """The dict of a message or Choice, with the fields that were set and no others."""
     item = as_item(value)
-    return item if isinstance(item, dict) else item.model_dump(exclude_unset=True, warnings=False)
+    return {str(k): v for k, v in plain(item).items()}
 
 
 def plain(value: Any) -> Any:
     """`value` with pydantic objects, tuples and other iterables replaced by dicts and lists."""
     if value is None or isinstance(value, str | int | float | bytes):
         return value
+    if isinstance(value, OpenAIModel):
+        return {name: plain(v) for name, v in _fields(value)}
     if isinstance(value, BaseModel):
         return plain(value.model_dump(exclude_unset=True, warnings=False))
     if isinstance(value, Mapping):
@@ -75,8 +78,21 @@ def plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):  # numpy's numbers
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, Iterable):
-        return [plain(v) for v in value]
+        # Token ids and logprobs are nearly all of a batch: no call for each of them.
+        return [v if type(v) in _LEAVES else plain(v) for v in value]
     return value
+
+
+_LEAVES = frozenset({int, float, str, bool, type(None)})
+
+
+def _fields(model: OpenAIModel) -> Iterator[tuple[str, Any]]:
+    """The fields that were set, as they are. Not `model_dump`, which fails for keys with lone surrogates."""
+    fields, extra = type(model).model_fields, model.__pydantic_extra__ or {}
+    for name, value in model.__dict__.items():
+        if name in model.model_fields_set:
+            yield fields[name].alias or name, value
+    yield from extra.items()
 
 
 def check_reward(value: Any, where: str = "") -> float:
@@ -188,7 +204,7 @@ def message_of(item: Any) -> dict[str, Any]:
     item = as_item(item)
     if isinstance(item, dict):
         return item
-    sent = item.message.model_dump(exclude_unset=True, warnings=False)
+    sent: dict[str, Any] = plain(item.message)
     kept = {k: v for k, v in sent.items() if v is not None and k not in ("role", "content")}
     return {"role": "assistant", "content": sent.get("content"), **kept}
 

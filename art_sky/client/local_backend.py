@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,14 +49,13 @@ class LocalBackend(HttpBackend):
         start_seconds: float = 60.0,
         stop_seconds: float = 15.0,
         cancel_jobs: bool = True,
-        server: Sequence[str] = SERVER,
     ) -> None:
         super().__init__(None, cancel_jobs=cancel_jobs)
         self._path = Path(path).expanduser().resolve()
         # A project's name begins with a letter or digit, so this is never one.
         self._state_root = Path(state_dir).expanduser().resolve() if state_dir is not None else self._path / ".server"
         self._engine = engine or EngineConfig()
-        self._process = _ServerProcess(tuple(server), start_seconds, stop_seconds)
+        self._process = _ServerProcess(start_seconds, stop_seconds)
         self._starting = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -100,8 +99,8 @@ class LocalBackend(HttpBackend):
 class _ServerProcess:
     """The child, and the thread that starts it again. Safe to stop from any thread, and more than once."""
 
-    def __init__(self, command: tuple[str, ...], start_seconds: float, stop_seconds: float) -> None:
-        self._command, self._start_seconds, self._stop_seconds = command, start_seconds, stop_seconds
+    def __init__(self, start_seconds: float, stop_seconds: float) -> None:
+        self._start_seconds, self._stop_seconds = start_seconds, stop_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._owner: int | None = None  # our end of the pipe; the server ends when it closes, so with us
         self._stopping = threading.Event()
@@ -146,7 +145,7 @@ class _ServerProcess:
         try:
             with (state / "server.log").open("ab") as out:
                 process = subprocess.Popen(
-                    [*self._command, "--config", str(file), "--owner-fd", str(theirs)],
+                    [*SERVER, "--config", str(file), "--owner-fd", str(theirs)],
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,

@@ -218,9 +218,10 @@ class TrainableModel(Model[ConfigT]):
         With the same `request_id` a repeated call applies the batch at most once. Raises MissingTokens and
         InvalidReward before anything is sent, TrainFailed when nothing was committed.
         """
-        refuse_unknown(
-            "train", unknown, ["groups", "config", "request_id", "and in TrainConfig:", *TrainConfig.model_fields]
-        )
+        for name in unknown:
+            if name in TrainConfig.model_fields:
+                raise InvalidConfig(f"train takes {name} in its config; write config=TrainConfig({name}=...)")
+        refuse_unknown("train", unknown, ["groups", "config", "request_id"])
         config = _settings("config", config, TrainConfig)
         groups = _groups(groups)
         result = await self.backend.train_request(self, groups, config, request_id or new_request_id())

@@ -45,6 +45,7 @@ class FakeServer:
         self.calls: list[tuple[str, str]] = []
         self.events: list[dict[str, Any]] = [{"micro_batch": i, "of": 4} for i in range(5)]
         self.offsets: list[int] = []
+        self.watched = asyncio.Event()  # somebody reads events
         self.break_stream_after: list[int] = []  # one stream after another: events before it breaks
         self.fail_job: ArtSkyError | None = None
         self.hold_job: asyncio.Event | None = None
@@ -172,17 +173,16 @@ class FakeServer:
             if id not in self.jobs:
                 raise NotFound(f"no job {id}; send it again")
             self.offsets.append(offset)
+            self.watched.set()
             stop = self.break_stream_after.pop(0) if self.break_stream_after else None
             found = self.jobs[id]
 
             async def lines() -> AsyncIterator[bytes]:
-                sent = 0
                 for at in range(offset, len(self.events)):
-                    if sent == stop:
+                    if at - offset == stop:
                         raise RuntimeError("the connection breaks")
                     event = JobEvent(offset=at, time=0.0, kind="progress", data=self.events[at])
                     yield json.dumps(event.model_dump()).encode() + b"\n\n"
-                    sent += 1
                     await asyncio.sleep(0)
                 if self.hold_job is not None:
                     yield b"\n"
@@ -307,7 +307,7 @@ async def running(server: FakeServer) -> AsyncIterator[FakeServer]:
     http = uvicorn.Server(uvicorn.Config(server.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
     http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # pytest has the signals
     task = asyncio.create_task(http.serve(sockets=[listening]))
-    while not http.started:
+    while not http.started:  # noqa: ASYNC110  # uvicorn has no event for it
         await asyncio.sleep(0.005)
     try:
         yield server
