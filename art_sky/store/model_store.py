@@ -22,7 +22,7 @@ import hashlib
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -231,28 +231,29 @@ class ModelStore(RunLog):
             raise self.corrupt(name, "its bytes do not match its hash")
 
     def fetch_files(self, manifest: Manifest, folder: Path, prefix: str = "") -> Path:
-        """Puts the files whose names start with `prefix` at `folder/<name>`, all or none; returns `folder`.
+        """Puts the files whose names start with `prefix` at `folder/<name>` and returns `folder`.
 
-        A folder that holds them already, by their hashes, is used again. Raises NotFound for a step whose files
-        were deleted, CorruptObject naming the object whose bytes are wrong.
+        A new folder appears whole. In one that exists, files with the right hash stay untouched, so that others may
+        read them meanwhile, and each other file is replaced in one step. Raises NotFound for a step whose files were
+        deleted, CorruptObject naming the object whose bytes are wrong.
         """
-        wanted = {n: ref for n, ref in manifest.files.items() if n.startswith(prefix)}
-        for name in wanted:
-            check_key(name)
+        wanted = {check_key(n): ref for n, ref in manifest.files.items() if n.startswith(prefix)}
         self._refuse_deleted(manifest)
         with reported("unpack a checkpoint", folder):
-            if _holds(folder, wanted):
+            missing = {n: ref for n, ref in wanted.items() if not _holds(folder / n, ref)}
+            if not missing and folder.is_dir():
                 return folder
-            folder.parent.mkdir(parents=True, exist_ok=True)
             scratch = folder.parent / f".{folder.name[:80]}.{uuid.uuid4().hex}"
             try:
-                (scratch / "new").mkdir(parents=True)
-                for name, ref in wanted.items():
-                    target = scratch / "new" / name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    with target.open("wb") as out:
+                scratch.mkdir(parents=True)
+                for name, ref in missing.items():
+                    (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                    with (scratch / name).open("wb") as out:
                         out.writelines(self.blob_blocks(ref))
-                _replace(folder, scratch, wanted)
+                if len(missing) < len(wanted) or not _renamed(scratch, folder):
+                    for name in missing:
+                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                        (scratch / name).replace(folder / name)
             except ObjectNotFound:
                 self._refuse_deleted(manifest)  # deleted since it was asked for?
                 raise
@@ -383,21 +384,16 @@ def _request(request: str) -> str:
     return f"requests/{request}.json"
 
 
-def _holds(folder: Path, wanted: Mapping[str, FileRef]) -> bool:
-    if not folder.is_dir():
-        return False
-    return all((folder / n).is_file() and file_ref(folder / n) == ref for n, ref in wanted.items())
+def _holds(path: Path, ref: FileRef) -> bool:
+    return path.is_file() and path.stat().st_size == ref.size and file_ref(path) == ref
 
 
-def _replace(folder: Path, scratch: Path, wanted: Mapping[str, FileRef]) -> None:
-    """Renames `scratch/new` to `folder`, whatever other threads do there."""
-    for n in range(100):
-        try:
-            (scratch / "new").rename(folder)
-            return
-        except OSError:
-            if _holds(folder, wanted):
-                return  # another thread was faster
-            if n == 99 or not folder.is_dir():
-                raise
-            folder.rename(scratch / f"old-{n}")
+def _renamed(scratch: Path, folder: Path) -> bool:
+    """False when `folder` exists and is not empty."""
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if folder.is_dir():
+            return False
+        raise
+    return True

@@ -528,7 +528,7 @@ def test_bad_rows(model: ModelStore, split: str, step: int, attempt: int) -> Non
 _numbers = itertools.count()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.dictionaries(
