@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,7 +74,9 @@ class Child:
             self._runner = None
         self.state = "stopped"
 
-    async def call(self, method: str, params: Message, *, wait_ready: float | None = None) -> AsyncIterator[Message]:
+    async def call(
+        self, method: str, params: Message, *, wait_ready: float | None = None
+    ) -> AsyncGenerator[Message, None]:
         """Yields `{"event": ...}` messages, then `{"result": ...}`; raises the child's typed error or ChildDied.
 
         Closing the iterator cancels the call in the child.

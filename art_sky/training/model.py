@@ -47,8 +47,8 @@ class Policy:
         self._causal: Any = model.eval().requires_grad_(False)
         self._peft: Any = None
         self._config: dict[str, Any] | None = None
-        head = model.get_output_embeddings()
-        self._head: Tensor = head.weight.float()
+        self._output: nn.Module = model.get_output_embeddings()
+        self._head: Tensor = model.get_output_embeddings().weight.float()  # the one float32 copy
         self.vocab_size: int = self._head.shape[0]
         self.context_length: int = model.config.max_position_embeddings
         # One mask serves all layers, so it can stand for plain attention only, not for a sliding window.
@@ -146,7 +146,7 @@ class Policy:
             raise InvalidConfig(f"lora.target_modules {given!r}: {e}; name linear layers of this model") from e
         layers = [m for m in self._peft.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
         if not all(type(m) is peft.tuners.lora.Linear for m in layers) or any(
-            m.get_base_layer() is self._causal.get_output_embeddings() for m in layers
+            m.get_base_layer() is self._output for m in layers
         ):
             self._causal = self._peft.unload()
             self._peft = None
