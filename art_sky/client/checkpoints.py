@@ -6,18 +6,18 @@ import contextlib
 import errno
 import hashlib
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from art_sky.errors import CorruptObject, InvalidInput, NoDiskSpace
-
-ADAPTER_FILES = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
-TRAINER_FILES = ("trainer/state.json", "trainer/optimizer.safetensors")
+from art_sky.schemas import FileRef
 
 
-def write_file(folder: Path, name: str, data: bytes, sha256: str) -> None:
-    """Writes one file whole or not at all. Raises CorruptObject when the bytes are not those that were sent."""
-    if hashlib.sha256(data).hexdigest() != sha256:
+def write_file(folder: Path, name: str, data: bytes, ref: FileRef) -> None:
+    """Writes one file whole or not at all. Raises CorruptObject when the bytes are not those of the manifest."""
+    if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
         raise CorruptObject(f"{name} arrived damaged (its hash is not the manifest's); download the checkpoint again")
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CorruptObject(f"the manifest names {name!r}, outside its folder; do not trust this store")
     target = folder / name
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:

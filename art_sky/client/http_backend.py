@@ -9,13 +9,14 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from urllib.parse import urlencode
 
 from pydantic import ValidationError
 
 import art_sky
 from art_sky.client import routes
 from art_sky.client.capture import prepare
-from art_sky.client.checkpoints import ADAPTER_FILES, TRAINER_FILES, write_file
+from art_sky.client.checkpoints import write_file
 from art_sky.client.jobs import JobFollower
 from art_sky.client.model import Model, TrainableModel, new_request_id
 from art_sky.client.refused import refuse_unknown
@@ -29,6 +30,7 @@ from art_sky.schemas import (
     Job,
     LogRequest,
     LogResult,
+    Manifest,
     ModelStatus,
     RegisterRequest,
     RolloutAddress,
@@ -155,9 +157,8 @@ class HttpBackend:
 
     async def delete_checkpoints(self, model: Model[Any], best_metric: str) -> list[int]:
         """Deletes the files of all steps but the newest and the best by our own history; returns their steps."""
-        path = routes.under(_route(model), "checkpoints", "delete")
-        done = await self._call(model, "POST", path, {"best_metric": best_metric})
-        return [int(step) for step in done["deleted"]]
+        path = f"{routes.under(_route(model), 'checkpoints')}?{urlencode({'best_metric': best_metric})}"
+        return [int(step) for step in await self._call(model, "DELETE", path)]
 
     async def download_checkpoint(
         self, model: Model[Any], step: int | None, folder: str | Path, *, optimizer: bool = False
@@ -166,21 +167,23 @@ class HttpBackend:
         the folder of its adapter in PEFT's format. `optimizer` brings the trainer's state too."""
         if step is None:
             step = (await self.status(model)).step
+        path = routes.under(_route(model), "checkpoints", step)
+        manifest = Manifest.model_validate(await self._call(model, "GET", path))
         http = await self._http()
         target = await asyncio.to_thread(Path(folder).expanduser)
-        for name in (*ADAPTER_FILES, *(TRAINER_FILES if optimizer else ())):
-            path = routes.under(_route(model), "checkpoints", step, "files", *name.split("/"))
-            data, headers = await http.get(path)
-            await asyncio.to_thread(write_file, target, name, data, headers.get("x-art-sky-sha256", ""))
+        for name, ref in manifest.files.items():
+            if optimizer or name.startswith("adapter/"):
+                data = await http.get(routes.under(_route(model), "blobs", ref.sha256))
+                await asyncio.to_thread(write_file, target, name, data, ref)
         return target / "adapter"
 
     async def read_state(self, model: Model[Any]) -> dict[str, Any] | None:
-        state = (await self._call(model, "GET", routes.under(_route(model), "state")))["state"]
+        state = await self._call(model, "GET", routes.under(_route(model), "state"))
         return None if state is None else dict(state)
 
     async def merge_state(self, model: Model[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         path = routes.under(_route(model), "state")
-        return dict((await self._call(model, "PATCH", path, _json_values("the state", values)))["state"])
+        return dict(await self._call(model, "PATCH", path, _json_values("the state", values)))
 
     async def overwrite_state(self, model: Model[Any], values: Mapping[str, Any]) -> None:
         await self._call(model, "PUT", routes.under(_route(model), "state"), _json_values("the state", values))

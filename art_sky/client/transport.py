@@ -91,9 +91,8 @@ class Transport:
         # The server may write to a slow store before it answers.
         await self._send("PUT", path, content, {"Content-Type": "application/octet-stream"}, 600.0)
 
-    async def get(self, path: str) -> tuple[bytes, httpx.Headers]:
-        reply = await self._send("GET", path, None, {}, READ_SECONDS)
-        return reply.content, reply.headers
+    async def get(self, path: str) -> bytes:
+        return (await self._send("GET", path, None, {}, READ_SECONDS)).content
 
     @asynccontextmanager
     async def lines(self, path: str, params: Mapping[str, str]) -> AsyncIterator[AsyncIterator[str]]:

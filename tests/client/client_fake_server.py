@@ -221,29 +221,35 @@ class FakeServer:
             steps = range(self.steps[f"{project}/{name}"] + 1)
             return [{"step": s, "manifest": f"manifests/{s}", **one} for s in steps]
 
-        @app.post(base + "/checkpoints/delete")
-        async def delete(project: str, name: str, request: Request) -> Any:
-            self.logged.append({"delete": await request.json()})
-            return {"deleted": [1, 2]}
+        @app.delete(base + "/checkpoints")
+        async def delete(project: str, name: str, best_metric: str) -> Any:
+            self.logged.append({"delete": best_metric})
+            return [1, 2]
 
-        @app.get(base + "/checkpoints/{step}/files/{path:path}")
-        async def file(project: str, name: str, step: int, path: str) -> Response:
-            data = self.files[path]
-            return Response(data, headers={"x-art-sky-sha256": hashlib.sha256(data).hexdigest()})
+        @app.get(base + "/checkpoints/{step}")
+        async def manifest(project: str, name: str, step: int) -> Any:
+            files = {n: {"sha256": hashlib.sha256(d).hexdigest(), "size": len(d)} for n, d in self.files.items()}
+            self.blobs |= {hashlib.sha256(d).hexdigest(): d for d in self.files.values()}
+            one = {"parent": None, "request": "r", "generation": 1, "created": 0.0, "updates": 1}
+            return {"step": step, "files": files, **one}
+
+        @app.get(base + "/blobs/{sha256}")
+        async def get_blob(project: str, name: str, sha256: str) -> Response:
+            return Response(self.blobs[sha256])
 
         @app.get(base + "/state")
         async def read_state(project: str, name: str) -> Any:
-            return {"state": self.states.get(f"{project}/{name}")}
+            return self.states.get(f"{project}/{name}")
 
         @app.patch(base + "/state")
         async def merge_state(project: str, name: str, request: Request) -> Response:
             self.states.setdefault(f"{project}/{name}", {}).update(await request.json())
-            return AsciiJSON({"state": self.states[f"{project}/{name}"]})
+            return AsciiJSON(self.states[f"{project}/{name}"])
 
         @app.put(base + "/state")
         async def overwrite_state(project: str, name: str, request: Request) -> Response:
             self.states[f"{project}/{name}"] = await request.json()
-            return AsciiJSON({"state": self.states[f"{project}/{name}"]})
+            return AsciiJSON(self.states[f"{project}/{name}"])
 
         @app.get("/api/v1/exchanges/{id}")
         async def exchange(id: str) -> Any:

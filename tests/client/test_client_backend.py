@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ from art_sky.errors import (
     Unauthorized,
     VersionMismatch,
 )
+from art_sky.schemas import FileRef
 from art_sky.trajectories import choice_from_json
 
 Model = art.TrainableModel[Any]
@@ -261,7 +263,7 @@ async def test_checkpoints(model: Model, server: FakeServer, backend: HttpBacken
     await model.train(groups(choice()))
     assert [c.step for c in await backend.checkpoints(model)] == [0, 1]
     assert await model.delete_checkpoints() == [1, 2]
-    assert server.logged[-1] == {"delete": {"best_metric": "val/reward"}}
+    assert server.logged[-1] == {"delete": "val/reward"}
     (row,) = await backend.history(model)
     assert (row.step, row.split) == (1, "train")
     server.files = {
@@ -280,12 +282,14 @@ async def test_checkpoints(model: Model, server: FakeServer, backend: HttpBacken
         await backend.download_checkpoint(model, 1, tmp_path / "file")
 
 
-def test_a_damaged_download_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "sha256"), [("adapter/x", "0" * 64), ("../x", None), ("/x", None)])
+def test_a_damaged_download_is_noticed(tmp_path: Path, name: str, sha256: str | None) -> None:
     from art_sky.client.checkpoints import write_file
 
-    with pytest.raises(CorruptObject, match="download the checkpoint again"):
-        write_file(tmp_path, "adapter/x", b"data", "0" * 64)
-    assert not (tmp_path / "adapter").exists()
+    ref = FileRef(sha256=sha256 or hashlib.sha256(b"data").hexdigest(), size=4)
+    with pytest.raises(CorruptObject):
+        write_file(tmp_path / "a", name, b"data", ref)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_wrong_names_and_options_are_refused_here(server: FakeServer, model: Model, backend: HttpBackend) -> None:

@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         })
 
     def do_GET(self):
-        self.answer({"state": {"pid": os.getpid(), "store": config["store"], "engine": config["engine"]}})
+        self.answer({"pid": os.getpid(), "store": config["store"], "engine": config["engine"]})
 
     def answer(self, value):
         data = json.dumps(value).encode()
@@ -158,7 +158,7 @@ async def test_a_server_that_does_not_start_shows_its_log(command: Any, path: Pa
     async with art.LocalBackend(path) as backend:
         with pytest.raises(ArtSkyError, match=r"(?s)ended with code 3 while it started.*the port is taken"):
             await facts(backend)
-        broken.unlink()
+        await asyncio.to_thread(broken.unlink)
         assert is_running((await facts(backend))["pid"])
 
 
