@@ -116,6 +116,7 @@ class Jobs:
         self._queue: asyncio.Queue[LiveJob] = asyncio.Queue()
         self._submitting = asyncio.Lock()
         self._runner: asyncio.Task[None] | None = None
+        self._preparing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         shutil.rmtree(self._work, ignore_errors=True)  # left by a server that was killed
@@ -123,9 +124,10 @@ class Jobs:
 
     async def close(self) -> None:
         """Interrupts the running job; it is finished by the next server."""
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.gather(self._runner, return_exceptions=True)
+        running = [*self._preparing, *([self._runner] if self._runner else [])]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     def all(self) -> list[Job]:
         return [job.view() for job in self._jobs.values()]
@@ -317,6 +319,12 @@ class Jobs:
             job.emit("warning", {"message": f"the outcome could not be written down: {e.message}"})
         job.commit(_result(key, manifest, time.monotonic() - began))
         self._activity.touch()
+        preparing = asyncio.create_task(self._prepare(model), name=f"prepare {model.name}")
+        self._preparing.add(preparing)
+        preparing.add_done_callback(self._preparing.discard)
+
+    async def _prepare(self, model: ServedModel) -> None:
+        """Loads the new step before it is asked for. The next job does not wait: the engine may be starting."""
         try:
             async with self._registry.adapter(model, model.step) as adapter:
                 await self._registry.engine.prepare(adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from art_sky import __version__
 from art_sky.config import EngineConfig, ServerConfig
 from art_sky.errors import ArtSkyError
@@ -116,7 +118,7 @@ class FakeTrainer:
         self.tasks.append(task)
         if self.faults:
             raise self.faults.pop(0)
-        groups = decode_batch(Path(task.batch_path).read_bytes())
+        groups = _read(task.batch_path)
         done = False
         try:
             for n in range(2):
@@ -135,6 +137,10 @@ class FakeTrainer:
         yield TrainOutcome(updates=1, metrics={"loss": 0.5})
 
     async def close(self) -> None: ...
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    return decode_batch(Path(path).read_bytes())
 
 
 def _write(out: Path, content: str) -> None:
@@ -168,8 +174,6 @@ class Harness:
         return reply.json()["choices"][0]
 
     async def upload(self, groups: list[Any], name: str = "agent") -> str:
-        import hashlib
-
         data = encode_batch(groups)
         sha = hashlib.sha256(data).hexdigest()
         reply = await self.client.put(f"/api/v1/models/p/{name}/blobs/{sha}", content=data)
@@ -191,10 +195,34 @@ class Harness:
         return (await self.client.get(f"/api/v1/jobs/{request_id}")).json()
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
 def chunks(text: str) -> list[Any]:
     """The values of a server-sent event stream; [DONE] is a string."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def assembled(text: str, n: int = 1) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Choices put together from a stream as a client does, and all chunks."""
+    values = chunks(text)
+    assert values[-1] == "[DONE]"
+    made: list[dict[str, Any]] = [{"message": {}, "tool_calls": [], "logprobs": []} for _ in range(n)]
+    for chunk in values[:-1]:
+        for c in chunk["choices"]:
+            choice, delta = made[c["index"]], c["delta"]
+            for key in ("content", "reasoning_content"):
+                if delta.get(key):
+                    choice["message"][key] = choice["message"].get(key, "") + delta[key]
+            choice["tool_calls"] += delta.get("tool_calls", [])
+            choice["logprobs"] += (c["logprobs"] or {}).get("content", [])
+            if c["finish_reason"]:
+                choice["last"] = c
+    return made, values[:-1]
 
 
 GROUP = {"trajectories": [], "exceptions": [], "metadata": {}, "metrics": {}, "logs": []}

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from server_fakes import JSON, Harness, assembled, chunks
+
 from art_sky.errors import ChildDied
 from art_sky.server.openai_fields import FIELDS
-from server_fakes import JSON, Harness, chunks
 
 
 async def test_reply_carries_tokens_and_step(server: Harness) -> None:
@@ -65,24 +66,6 @@ async def test_logprobs_in_openai_shape(server: Harness) -> None:
     assert content[0]["bytes"] == [104] and len(content[0]["top_logprobs"]) == 2
     assert content[0]["top_logprobs"][1]["logprob"] == -9999.0
     assert [c["logprob"] for c in content] == choice["token_logprobs"]
-
-
-def assembled(text: str, n: int = 1) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Choices put together from a stream as a client does, and all chunks."""
-    values = chunks(text)
-    assert values[-1] == "[DONE]"
-    made: list[dict[str, Any]] = [{"message": {}, "tool_calls": [], "logprobs": []} for _ in range(n)]
-    for chunk in values[:-1]:
-        for c in chunk["choices"]:
-            choice, delta = made[c["index"]], c["delta"]
-            for key in ("content", "reasoning_content"):
-                if delta.get(key):
-                    choice["message"][key] = choice["message"].get(key, "") + delta[key]
-            choice["tool_calls"] += delta.get("tool_calls", [])
-            choice["logprobs"] += (c["logprobs"] or {}).get("content", [])
-            if c["finish_reason"]:
-                choice["last"] = c
-    return made, values[:-1]
 
 
 @pytest.mark.parametrize("stop", [None, "lo", ["w w", "ell"], "zzz", "o world!"])

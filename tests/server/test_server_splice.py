@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from art_sky.server.splice import Recorded, SpliceIndex
 from server_fakes import Harness
+
+from art_sky.server.splice import Recorded, SpliceIndex
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:

@@ -1,0 +1,239 @@
+"""Registration, tokens, rollouts, the exchange log and what a restart brings back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_fakes import GROUP, Harness, chunks, harness
+
+from art_sky.errors import NoDiskSpace, NotFound, StoreError
+from art_sky.schemas import Exchange
+from art_sky.server.exchange_log import ExchangeLog
+from art_sky.server.security import load_token
+
+
+async def test_every_route_but_health_needs_the_token(server: Harness) -> None:
+    server.client.headers.pop("authorization")
+    assert (await server.client.get("/health")).json()["status"] == "ok"
+    for method, path in [
+        ("GET", "/api/v1/status"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/api/v1/shutdown"),
+        ("GET", "/openapi.json"),
+        ("GET", "/docs"),
+        ("GET", "/nowhere"),
+        ("GET", "//health"),
+    ]:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {server.server.token}"}):
+            reply = await server.client.request(method, path, headers=headers)
+            assert reply.status_code == 401 and reply.json()["error"]["code"] == "unauthorized", path
+
+
+async def test_foreign_hosts_and_origins_are_refused(server: Harness) -> None:
+    for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}, {"host": "127.0.0.1.evil.example"}):
+        assert (await server.client.get("/api/v1/status", headers=headers)).status_code == 400
+    for headers in ({"host": "localhost:99"}, {"host": "[::1]:1"}, {"origin": "http://127.0.0.1:1"}):
+        assert (await server.client.get("/api/v1/status", headers=headers)).status_code == 200
+
+
+def test_token_file(tmp_path: Path) -> None:
+    file = tmp_path / "s" / "token"
+    token = load_token(file)
+    assert len(token) > 30 and load_token(file) == token
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.chmod(0o644)
+    with pytest.raises(StoreError, match="chmod 600"):
+        load_token(file)
+
+
+async def test_token_is_in_no_log(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await server.client.get("/v1/models", params={"key": "secret-query"})
+    await server.client.get("/v1/models\ud800".encode("utf-8", "replace").decode())
+    ours = "\n".join(r.getMessage() for r in caplog.records if r.name == "art_sky.server")
+    assert "/v1/models" in ours and server.server.token not in ours and "secret-query" not in ours
+
+
+async def test_register_is_idempotent_and_compares(server: Harness) -> None:
+    status = (await server.register()).json()
+    assert (status["step"], status["inference_name"], status["context_length"]) == (0, "agent", 512)
+    assert (await server.register(config={"free": 1})).status_code == 200
+    for fields, says in [
+        ({"base_model": "other"}, "base_model"),
+        ({"lora": {"rank": 4}}, "lora"),
+        ({"options": {"chat_template": "x"}}, "options"),
+    ]:
+        reply = await server.register(**fields)
+        assert reply.status_code == 409 and says in reply.json()["error"]["message"]
+    other = await server.register(name="other", base_model="other")
+    assert other.status_code == 409 and "another server" in other.json()["error"]["message"]
+    old = await server.register(client_version="0.0.1")
+    assert old.status_code == 409 and "pip install" in old.json()["error"]["message"]
+    twin = await server.register(name="Agent")
+    assert twin.status_code == 409
+    assert [m["name"] for m in (await server.client.get("/api/v1/models")).json()] == ["agent"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "a b", "x" * 300, "con", "a\ud800", "a..b"])
+async def test_bad_names_create_nothing(bare: Harness, tmp_path: Path, name: str) -> None:
+    reply = await bare.register(name=name) if "\ud800" not in name else None
+    assert reply is None or (reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_name")
+    assert not (tmp_path / "store").exists() or not list((tmp_path / "store").iterdir())
+
+
+async def test_bad_template_creates_nothing(bare: Harness, tmp_path: Path) -> None:
+    reply = await bare.register(options={"chat_template": "{% if %}"})
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_config"
+    assert not (tmp_path / "store" / "p").exists()
+
+
+async def test_prompted_models_are_only_logged(bare: Harness) -> None:
+    body = {"trainable": False, "base_model": "gpt-elsewhere"}
+    assert (await bare.register(name="prompted", **body)).status_code == 200
+    url = "/api/v1/models/p/prompted"
+    assert (await bare.client.post(f"{url}/log", json={"split": "val", "metrics": {"reward": 1}})).status_code == 200
+    assert (await bare.client.get(f"{url}/history")).json()[0]["metrics"] == {"reward": 1.0}
+    assert (await bare.chat("hi", model="prompted")).status_code == 404
+    refused = await bare.client.post(f"{url}/train", json={"request_id": "r", "batch": "0" * 64})
+    assert refused.status_code == 400
+    assert (await bare.register()).status_code == 200  # and take up no place for a base model
+
+
+async def test_two_servers_do_not_share_a_model(
+    server: Harness, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("art_sky.server.models.LEASE_WAIT_SECONDS", 0.0)
+    async with harness(tiny_model, tmp_path / "second") as second:
+        second.server.registry.store = server.server.registry.store
+        reply = await second.register()
+        assert reply.status_code == 409 and reply.json()["error"]["code"] == "lease_lost"
+
+
+async def test_rollout_key_opens_its_rollout_only(server: Harness) -> None:
+    one, two = [(await server.client.post("/api/v1/models/p/agent/rollouts")).json() for _ in range(2)]
+    assert one["base_url"] == f"http://127.0.0.1:1/rollouts/{one['rollout']}/v1"
+    headers = {"authorization": f"Bearer {one['api_key']}"}
+    body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+
+    async def post(path: str) -> int:
+        return (await server.client.post(path, json=body, headers=headers)).status_code
+
+    mine, other = (f"/rollouts/{r['rollout']}/v1/chat/completions" for r in (one, two))
+    assert await post(mine) == 200
+    assert (await server.client.get(f"/rollouts/{one['rollout']}/v1/models", headers=headers)).status_code == 200
+    assert [await post(p) for p in (other, "/v1/chat/completions", "/api/v1/shutdown")] == [401] * 3
+    assert await post(f"/rollouts/{one['rollout']}/v1/../../../api/v1/shutdown") in (401, 404)
+    url = f"/api/v1/rollouts/{one['rollout']}"
+    assert (await server.client.get(f"{url}/exchanges", headers=headers)).status_code == 401
+    (exchange,) = (await server.client.get(f"{url}/exchanges")).json()
+    assert exchange["rollout"] == one["rollout"] and exchange["choices"][0]["token_ids"]
+    for _ in range(2):
+        assert (await server.client.delete(url)).status_code == 204
+    assert await post(mine) == 404
+    assert len((await server.client.get(f"{url}/exchanges")).json()) == 1
+
+
+async def test_restart_keeps_rollouts_and_exchanges(server: Harness, tiny_model: Path, tmp_path: Path) -> None:
+    address = (await server.client.post("/api/v1/models/p/agent/rollouts")).json()
+    closed = (await server.client.post("/api/v1/models/p/agent/rollouts")).json()
+    await server.client.delete(f"/api/v1/rollouts/{closed['rollout']}")
+    body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+    path = f"/rollouts/{address['rollout']}/v1/chat/completions"
+    first = (await server.client.post(path, json=body)).json()
+    await server.server.close()
+    async with harness(tiny_model, tmp_path) as later:
+        assert later.server.token == server.server.token
+        await later.register()
+        found = (await later.client.get(f"/api/v1/exchanges/{first['id']}")).json()
+        assert found["choices"] == first["choices"]
+        headers = {"authorization": f"Bearer {address['api_key']}"}
+        assert (await later.client.post(path, json=body, headers=headers)).status_code == 200
+        gone = path.replace(address["rollout"], closed["rollout"])
+        assert (await later.client.post(gone, json=body)).status_code == 404
+        exchanges = (await later.client.get(f"/api/v1/rollouts/{address['rollout']}/exchanges")).json()
+        assert exchanges[0]["completion_id"] == first["id"] and len(exchanges) == 2
+
+
+def an_exchange(id: str, rollout: str | None = None, text: str = "x") -> Exchange:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    return Exchange(
+        completion_id=id, created=1.5, project="p", model="m@0", rollout=rollout, messages=messages, choices=[]
+    )
+
+
+async def test_exchange_log_rotates_and_reloads(tmp_path: Path) -> None:
+    log = ExchangeLog(tmp_path, file_bytes=1000, files=3)
+    for i in range(30):
+        await log.append(an_exchange(f"c{i}", "r" if i % 2 else None, "\ud800" * 10))
+    await log.close()
+    with (tmp_path / "exchanges.jsonl").open("ab") as f:
+        f.write(b'{"completion_id":"torn","created":1.5,"project":"p","model":"m@0","rollout":null,"mess')
+    for n in range(2):
+        log = ExchangeLog(tmp_path, file_bytes=1000, files=3)
+        assert (await log.find("c29")).messages[0]["content"] == "\ud800" * 10
+        kept = [e.completion_id for e in await log.of_rollout("r")]
+        assert kept == [f"c{i}" for i in range(30) if i % 2][-len(kept) :] and 3 <= len(kept) < 15
+        for missing in ("c0", "torn", "never"):
+            with pytest.raises(NotFound):
+                await log.find(missing)
+        await log.append(an_exchange(f"later{n}"))
+        assert (await log.find(f"later{n}")).model == "m@0"
+        await log.close()
+    assert sorted(os.listdir(tmp_path)) == ["exchanges.1.jsonl", "exchanges.2.jsonl", "exchanges.jsonl"]
+
+
+async def test_full_disk_holds_the_reply_back(server: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(_: Exchange) -> None:
+        raise NoDiskSpace("the disk is full; free some space")
+
+    monkeypatch.setattr(server.server.exchanges, "append", full)
+    reply = await server.chat("hi")
+    assert reply.status_code == 507 and reply.json()["error"]["code"] == "no_disk_space"
+    values = chunks((await server.chat("hi", stream=True)).text)
+    assert values[-1]["error"]["code"] == "no_disk_space"
+    assert not any("token_ids" in c for v in values for c in v.get("choices", []))
+
+
+async def test_fsync_before_each_reply_by_option(tiny_model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("art_sky.server.exchange_log.os.fsync", synced.append)
+    async with harness(tiny_model, tmp_path, fsync_each_reply=True) as h:
+        await h.register()
+        await h.say("hi")
+        assert len(synced) >= 1
+
+
+async def test_idle_limit_counts_work_only(tiny_model: Path, tmp_path: Path) -> None:
+    stopped, now = asyncio.Event(), [time.monotonic()]
+    async with harness(tiny_model, tmp_path, idle_minutes=0.1 / 60) as h:
+        h.server.stop = stopped.set
+        h.server.activity._clock = lambda: now[0]
+        await h.register()
+        for work in (h.say("hi"), h.upload([GROUP]), h.register(name="b")):
+            now[0] += 0.09
+            await work
+            await asyncio.sleep(0.02)
+            assert not stopped.is_set()
+        now[0] += 0.2
+        status = (await h.client.get("/api/v1/status")).json()  # looking on is no work
+        assert status["idle_limit_seconds"] == pytest.approx(0.1) and status["idle_seconds"] == pytest.approx(
+            0.2, abs=1e-3
+        )
+        async with asyncio.timeout(5):
+            await stopped.wait()
+
+
+async def test_status(server: Harness) -> None:
+    status = (await server.client.get("/api/v1/status")).json()
+    assert status["engine"]["state"] == "ready" and status["trainer"]["state"] == "ready"
+    assert status["models"][0]["name"] == "agent" and status["store"].startswith("file://")
+    assert (await server.client.get("/nowhere")).json()["error"]["code"] == "not_found"
+    assert (await server.client.put("/api/v1/status")).status_code == 405
+    assert (await server.client.get("/openapi.json")).status_code == 200
