@@ -35,16 +35,14 @@ async def prepare(groups: Sequence[TrajectoryGroup], find: Find | None) -> list[
     Raises MissingTokens, InvalidReward or InvalidInput naming group, trajectory and message.
     """
     check_metrics(groups)
-    written = [_written(group) for group in groups]
+    for group in groups:
+        len(group)  # refuses rollouts that have not run
+    # In threads: millions of token ids take a while, and rollouts may be running.
+    written = await asyncio.to_thread(lambda: [group.model_dump() for group in groups])
     if find is not None:
         await _restore(written, find)
-        check_groups([*written])
+        await asyncio.to_thread(check_groups, [*written])
     return written
-
-
-def _written(group: TrajectoryGroup) -> dict[str, Any]:
-    len(group)  # refuses rollouts that have not run
-    return group.model_dump()
 
 
 async def _restore(groups: list[dict[str, Any]], find: Find) -> None:

@@ -207,12 +207,21 @@ class _Run:
         """Results in order. The first error or cancellation cancels the others and is raised."""
         tasks = [asyncio.create_task(c) for c in coroutines]
         self.tasks += tasks
+        # asyncio.wait, asked again after each of n tasks, would take n * n steps.
+        over: asyncio.Future[asyncio.Task[T]] = asyncio.get_running_loop().create_future()
+        left = len(tasks)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            nonlocal left
+            left -= 1
+            if not over.done() and (left == 0 or task.cancelled() or task.exception() is not None):
+                over.set_result(task)
+
+        for task in tasks:
+            task.add_done_callback(ended)
         try:
-            waiting = set(tasks)
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+            if tasks:
+                (await over).result()  # the first that failed, or the last
             return [task.result() for task in tasks]
         except BaseException:
             for task in tasks:

@@ -19,6 +19,7 @@ from art_sky.client.capture import prepare
 from art_sky.client.checkpoints import write_file
 from art_sky.client.jobs import JobFollower
 from art_sky.client.model import Model, TrainableModel, new_request_id
+from art_sky.client.progress import progress_bar
 from art_sky.client.refused import refuse_unknown
 from art_sky.client.transport import Transport
 from art_sky.config import TrainConfig, explain
@@ -77,9 +78,10 @@ class HttpBackend:
     async def register(self, model: Model[Any]) -> ModelStatus:
         """Raises Conflict when the model exists with another base model, LoRA or options; VersionMismatch."""
         body = _register_request(model)
-        status = ModelStatus.model_validate(
-            await (await self._http()).json("POST", routes.MODELS, body, read_seconds=REGISTER_SECONDS)
-        )
+        with progress_bar(f"register {model.run_name}", None):
+            http = await self._http()
+            found = await http.json("POST", routes.MODELS, body, read_seconds=REGISTER_SECONDS)
+        status = ModelStatus.model_validate(found)
         if status.server_version != art_sky.__version__:
             raise VersionMismatch(
                 f"the server is art-sky {status.server_version} and this client {art_sky.__version__}; run "

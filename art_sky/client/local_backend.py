@@ -77,8 +77,11 @@ class LocalBackend(HttpBackend):
 
     async def _http(self) -> Transport:
         if self._transport is None:
-            # In a thread, since starting blocks; a caller who is cancelled leaves a server that the next call finds.
-            await asyncio.to_thread(self._start)
+            try:
+                await asyncio.to_thread(self._start)  # it blocks
+            except asyncio.CancelledError:
+                self._process.give_up()  # else Python's exit would wait for the thread
+                raise
         return self._connected()
 
     def _start(self) -> None:
@@ -136,6 +139,10 @@ class _ServerProcess:
                 log.warning("the server (process %d) does not end; sending a signal", process.pid)
                 then()
 
+    def give_up(self) -> None:
+        """Ends a start that is under way; does not wait."""
+        self._stopping.set()
+
     def _spawn(self, config: ServerConfig, state: Path, lock: int) -> dict[str, Any]:
         announced = state / "server.json"
         announced.unlink(missing_ok=True)
@@ -181,7 +188,7 @@ class _ServerProcess:
                 if address["pid"] == process.pid:
                     return dict(address)
             if self._stopping.wait(POLL_SECONDS):
-                raise InvalidInput("the backend was closed while its server started; make a new LocalBackend")
+                raise InvalidInput("the start of the server was interrupted; call again")
         raise self._failure(f"the server was not ready within {self._start_seconds:g} s")
 
     def _failure(self, what: str) -> ArtSkyError:

@@ -169,6 +169,17 @@ async def test_a_server_that_stays_silent_is_given_up(path: Path, monkeypatch: p
             await facts(backend)
 
 
+async def test_cancelling_while_it_starts_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_backend, "SERVER", (sys.executable, "-c", "import time; time.sleep(60)"))
+    backend = art.LocalBackend(path)
+    task = asyncio.create_task(facts(backend))
+    await until(lambda: backend.log_file is not None and backend.log_file.exists())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: backend._process._process is None)
+
+
 async def test_a_killed_server_comes_back_at_the_same_address(command: Any, path: Path) -> None:
     async with art.LocalBackend(path) as backend:
         seen, address = await facts(backend), backend.inference()
