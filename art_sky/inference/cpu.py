@@ -81,7 +81,7 @@ class CpuEngine:
                     yield GenerateEnd(**message["result"])
         finally:
             self._active -= 1
-            await messages.aclose()  # type: ignore[attr-defined]  # it is a generator; closing it cancels the call
+            await messages.aclose()  # closing it cancels the call
 
     async def status(self) -> EngineStatus:
         """Never waits long: while the child is deep in a step, its last numbers with the present state."""

@@ -101,6 +101,7 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
+    @torch.inference_mode()
     def cancel(self, sequence: Sequence) -> list[Event]:
         """Ends a sequence now; what it has computed stays reusable. Nothing happens to one that has ended."""
         if sequence in self.waiting:
@@ -111,6 +112,7 @@ class Scheduler:
             return []
         return [Ended(sequence, "abort")]
 
+    @torch.inference_mode()
     def load(self, ref: AdapterRef) -> Adapter:
         """Makes an adapter resident; see Adapters.load for the errors."""
         adapter, gone = self.adapters.load(ref, {s.request.adapter.name for s in self.running})
@@ -122,6 +124,7 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.running and not self.waiting
 
+    @torch.inference_mode()
     def step(self) -> list[Event]:
         """One forward. Every running request whose prompt is done gets one token."""
         events = self._admit()

@@ -36,8 +36,8 @@ def make_scheduler(base_model: Path, config: EngineConfig) -> Scheduler:
     if not cache.longest():
         needed = SHORTEST * model.kv_shape.token_bytes / 2**20
         raise InvalidConfig(
-            f"kv_cache_mib {config.kv_cache_mib} is less than the {needed:.0f} MiB that {SHORTEST} tokens of this model "
-            "take; raise kv_cache_mib"
+            f"kv_cache_mib {config.kv_cache_mib} is less than the {needed:.0f} MiB that {SHORTEST} tokens take; "
+            "raise kv_cache_mib"
         )
     return Scheduler(
         model,
