@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import art_sky as art
+from art_sky.schemas import Manifest
 from art_sky.store import open_store
 from art_sky.store.model_store import ModelStore
 
@@ -47,13 +47,9 @@ async def rollout(model: art.TrainableModel, task: str, seed: int, turns: int = 
 
 async def sample(model: art.TrainableModel, seed: int, groups: int = 4, size: int = 4, turns: int = 1):
     """`groups` groups of `size` rollouts, the same for the same seed and adapter."""
-    return await asyncio.gather(
-        *(
-            art.TrajectoryGroup(
-                rollout(model, f"task {g} ", seed * 1000 + g * size + i, turns=turns) for i in range(size)
-            )
-            for g in range(groups)
-        )
+    return await art.gather_trajectory_groups(
+        art.TrajectoryGroup(rollout(model, f"task {g} ", seed * 1000 + g * size + i, turns=turns) for i in range(size))
+        for g in range(groups)
     )
 
 
@@ -66,10 +62,15 @@ def stored(path: Path) -> ModelStore:
     return ModelStore(open_store(f"file://{path}"), "tests", "agent")
 
 
+def manifests(path: Path) -> list[Manifest]:
+    """The steps that HEAD reaches, from 0 on."""
+    store = stored(path)
+    return [m for _, m in store.chain(store.head().manifest)][::-1]
+
+
 def files_of(path: Path) -> list[dict[str, str]]:
     """Hash by file name, for every step from 0 on."""
-    store = stored(path)
-    return [{name: ref.sha256 for name, ref in m.files.items()} for _, m in reversed(list(store.chain()))]
+    return [{name: ref.sha256 for name, ref in m.files.items()} for m in manifests(path)]
 
 
 def child_pid(server_pid: int, module: str) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from e2e_run import TRAIN, child_pid, choices, files_of, make_backend, make_model, sample, stored
+from e2e_run import TRAIN, child_pid, choices, files_of, make_backend, make_model, manifests, sample, stored
 
 import art_sky as art
 
@@ -50,7 +54,7 @@ async def test_a_kill_in_a_train_call_gives_one_step(where, undisturbed, tiny_mo
         await model.train(follow, config=TRAIN)
     assert files_of(run_path)[:2] == expected
     store = stored(run_path)
-    assert [m.request for _, m in store.chain()][1] == "the-one"
+    assert manifests(run_path)[1].request == "the-one"
     assert store.head().step == 2
     rows = [r for r in store.history() if (r.step, r.split) == (1, "train")]
     assert len(rows) == 1
@@ -74,21 +78,23 @@ async def test_a_kill_of_the_engine_during_rollouts_loses_nothing(tiny_model, ru
     assert stored(run_path).head().step == 1
 
 
-async def test_a_server_that_was_killed_is_continued_by_the_next_one(undisturbed, tiny_model, run_path) -> None:
-    """Client and server both gone in the middle of a step: whoever comes next finishes it, unasked."""
+async def test_a_step_that_was_left_behind_is_finished_by_whoever_comes_next(undisturbed, tiny_model, run_path) -> None:
+    """Client and server both killed in the middle of a step."""
     groups, expected = undisturbed
-    backend = make_backend(run_path)
-    model = make_model(tiny_model)
-    await model.register(backend)
-    status = await backend.server_status()
-    training = asyncio.create_task(model.train(groups, config=TRAIN, request_id="left-behind"))
-    store = stored(run_path)
-    while not store.attempts("left-behind"):
-        await asyncio.sleep(0.01)
-    backend.abandon()
-    os.kill(status.pid, signal.SIGKILL)
-    training.cancel()
-    await asyncio.gather(training, return_exceptions=True)
+    saved = run_path.parent / "groups.json"
+    saved.write_text(json.dumps([g.model_dump(mode="json") for g in groups]))
+    script = Path(__file__).with_name("e2e_train_once.py")
+    client = subprocess.Popen([sys.executable, script, run_path, tiny_model, saved, "left-behind"])
+    announced = run_path / ".server" / "server-0" / "server.json"
+    deadline = time.monotonic() + 60
+    while not (announced.exists() and list(run_path.glob("tests/agent/requests/left-behind.*"))):
+        assert client.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    server = json.loads(announced.read_text())["pid"]
+    os.kill(server, signal.SIGKILL)
+    client.kill()
+    client.wait()
+    assert stored(run_path).head().step == 0
     async with make_backend(run_path) as successor:
         model = make_model(tiny_model)
         await model.register(successor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_run import TRAIN, choices, files_of, make_backend, make_model, sample, stored
+from e2e_run import TRAIN, choices, files_of, make_backend, make_model, manifests, sample, stored
 
 import art_sky as art
 from art_sky.store.batches import decode_batch
@@ -19,7 +19,7 @@ async def test_k_steps_a_restart_and_k_more_equal_2k_steps_bit_for_bit(tiny_mode
         for step in range(4):
             await model.train(await sample(model, seed=step, groups=2), config=TRAIN)
     store = stored(whole)
-    batches = [decode_batch(store.read_blob(m.batch)) for _, m in reversed(list(store.chain())) if m.batch]
+    batches = [decode_batch(store.read_blob(m.batch)) for m in manifests(whole) if m.batch]
     for first in (0, 2):
         async with make_backend(parts) as backend:
             model = make_model(tiny_model)
