@@ -281,6 +281,8 @@ class TrajectoryGroup(_Written):
     logs: list[Text] = Field(default_factory=list)
     _pending: list[Awaitable[Trajectory]] = PrivateAttr(default_factory=list)
 
+    __hash__ = object.__hash__  # asyncio.gather(*groups) keeps its awaitables in a dict
+
     def __init__(
         self,
         trajectories: Iterable[Trajectory | BaseException | Awaitable[Trajectory]] = (),
