@@ -63,7 +63,7 @@ async def _unreadable(request: Request, error: Exception) -> Response:
         where = ".".join(str(p) for p in e["loc"] if p != "body") or "body"
         why = str(e.get("ctx", {}).get("error") or e["msg"])
         wrong.append(f"{where[:120]}: {why[:300]}")
-    return AsciiJSON(InvalidBody(f"{'; '.join(wrong)}; mend the request, see /docs").to_wire(), InvalidBody.status)
+    return AsciiJSON(InvalidBody(f"{'; '.join(wrong)}; mend what is named").to_wire(), InvalidBody.status)
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -71,7 +71,7 @@ async def _http(request: Request, error: Exception) -> Response:
     kind: type[ArtSkyError] = NotFound if error.status_code == 404 else InvalidInput
     message: Any = error.detail
     if error.status_code in (404, 405):
-        message = f"{request.method} {request.url.path[:200]} is not a route of this server; see /docs"
+        message = f"{request.method} {request.url.path[:200]} is not a route of this server; /openapi.json lists them"
     return AsciiJSON(kind(str(message)).to_wire(), error.status_code, error.headers)
 
 

@@ -64,6 +64,7 @@ async def serve(config: ServerConfig, parts: Parts, listening: socket.socket, ow
             server_header=False,
             timeout_graceful_shutdown=_END_SECONDS,
             ws="none",
+            timeout_keep_alive=75,  # longer than clients keep idle connections, so that none is reused as it closes
         ),
         lambda: _announce(config, listening),
     )

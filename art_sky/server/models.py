@@ -29,6 +29,7 @@ from art_sky.store.model_store import ModelStore
 from art_sky.store.writer import Writer
 
 LEASE_WAIT_SECONDS = 15.0  # a predecessor that is ending gives its lease back within this
+INIT_SECONDS = 900.0  # loading the base model included
 INIT_REQUEST = "init"
 STEP_FILES = ("adapter/", "trainer/")
 
@@ -267,7 +268,12 @@ class Registry:
     async def _init(self, record: ModelRecord | None, request: RegisterRequest, out: Path) -> None:
         lora = (record or request).lora
         await asyncio.to_thread(out.mkdir, parents=True)
-        await self.trainer.init(InitTask(base_model=request.base_model, lora=lora, out_dir=str(out)))
+        try:
+            async with asyncio.timeout(INIT_SECONDS):
+                await self.trainer.init(InitTask(base_model=request.base_model, lora=lora, out_dir=str(out)))
+        except TimeoutError:
+            what = f"the trainer did not make the first adapter within {INIT_SECONDS:.0f} s"
+            raise Busy(f"{what}; see its log in {self._state / 'logs'}, then register again") from None
 
 
 def step_files(folder: Path) -> dict[str, Path]:

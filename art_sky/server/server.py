@@ -27,6 +27,8 @@ from art_sky.store.model_store import ModelStore
 
 log = logging.getLogger("art_sky.server")
 
+SHOWN_JOBS = 50  # newest ones, in the status
+
 
 class Server:
     """`stop` is called when the server should end: POST /shutdown, or no work for `idle_minutes`."""
@@ -93,7 +95,7 @@ class Server:
             engine={**engine, **self.gateway.stats()},
             trainer=trainer,
             models=[registry.status(m) for m in registry.all()],
-            jobs=self.jobs.all(),
+            jobs=self.jobs.all()[-SHOWN_JOBS:],
         )
 
     @property
