@@ -1,0 +1,140 @@
+"""`art-sky demo`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import unquote, urlsplit
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from art_sky.cli.main import INTERRUPTED
+from art_sky.cli.output import duration, json_option, print_json, stderr, stdout
+from art_sky.config import ServerConfig
+from art_sky.demo import DemoOptions, DemoResult, StepRow, run_demo
+from art_sky.store import open_store
+from art_sky.tracking.charts import Curve, png_chart, terminal_chart
+
+_DEFAULTS = DemoOptions()
+_COLUMNS = "{:>4} {:>7} {:>8} {:>9} {:>8} {:>8} {:>7}  {}"  # fits 80 columns
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(1), default=_DEFAULTS.steps, show_default=True, help="Train up to here.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts, LoRA and sampling.")
+@click.option("--fresh", is_flag=True, help="Start anew instead of going on from the newest step.")
+@click.option("--store", metavar="URL", default=str(ServerConfig.model_fields["store"].default), show_default=True)
+@click.option("--learning-rate", type=float, default=_DEFAULTS.learning_rate, show_default=True)
+@json_option
+def command(steps: int, seed: int, fresh: bool, store: str, learning_rate: float, as_json: bool) -> None:
+    """Train a small chat model on this machine and watch its reward rise.
+
+    SmolLM2-135M (fetched once, 90 MB) learns to answer "maybe", in a few minutes on two CPU cores and without a
+    GPU. Interrupted and started again, it goes on from its newest step.
+    """
+    folder = Path(unquote(urlsplit(open_store(store).url).path))
+    options = DemoOptions(store=folder, steps=steps, seed=seed, learning_rate=learning_rate, fresh=fresh)
+    report = _Report(stderr() if as_json else stdout())
+    try:
+        with report:
+            result = run_demo(options, report)
+    except KeyboardInterrupt:
+        _interrupted(report)
+    if as_json:
+        return print_json(result.to_json())
+    _summary(stdout(), options, result)
+
+
+class _Report:
+    """A line of progress at the bottom, and above it the table of steps as it grows."""
+
+    def __init__(self, console: Console) -> None:
+        self.last_step = 0
+        self._console = console
+        self._header_shown = False
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._phase = ""
+
+    def __enter__(self) -> _Report:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def phase(self, text: str, done: int = 0, total: int | None = None) -> None:
+        if self._task is None:
+            self._task = self._progress.add_task(text, total=total)
+        if text != self._phase and not self._console.is_terminal:
+            self._console.print(f"{text} ...", markup=False)
+        self._phase = text
+        self._progress.update(self._task, description=text.replace("[", "\\["), completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def validation(self, step: int, reward: float) -> None:
+        self._console.print(f"validation at step {step}: mean reward {reward:.3f}", markup=False)
+
+    def step(self, row: StepRow) -> None:
+        if not self._header_shown:
+            self._header_shown = True
+            names = ("step", "reward", "loss", "grad norm", "sampled", "trained", "time", "")
+            self._console.print(_COLUMNS.format(*names), style="bold")
+        self.last_step = row.step
+        cells = (
+            row.step,
+            _number(row.reward, ".3f"),
+            _number(row.loss, ".4f"),
+            _number(row.grad_norm, ".3f"),
+            _number(row.tokens_sampled, "d"),
+            _number(row.tokens_trained, "d"),
+            duration(row.seconds),
+            "skipped (no spread)" if row.skipped else "",
+        )
+        self._console.print(_COLUMNS.format(*cells).rstrip(), markup=False)
+
+
+def _summary(console: Console, options: DemoOptions, result: DemoResult) -> None:
+    before, after = result.validation["before"], result.validation["after"]
+    curve = Curve(
+        line=[(row.step, row.reward) for row in result.steps if row.reward is not None],
+        marks=[(0, before), (int(result.head["step"]), after)],
+        gaps=[row.step for row in result.steps if row.skipped],
+        title=f"Mean reward, {result.base_model}, seed {options.seed}",
+        y_range=(0, 1),
+    )
+    console.print()
+    console.print(terminal_chart(curve, min(100, shutil.get_terminal_size().columns)), markup=False)
+    png = png_chart(curve, options.store / f"{options.name}.png")
+    console.print()
+    console.print(
+        f"Validation, {result.validation['samples']} samples of phrasings never trained on: "
+        f"{before:.3f} before, {after:.3f} after",
+        style="bold",
+    )
+    console.print(f"{len(result.steps)} steps; this run took {duration(result.seconds)}")
+    console.print(f"curve     {png}", markup=False, soft_wrap=True)
+    console.print(f"state     {options.store}", markup=False, soft_wrap=True)
+    console.print(f"Next:  art-sky steps {options.name} --store {options.store}", markup=False, soft_wrap=True)
+
+
+def _interrupted(report: _Report) -> NoReturn:
+    at = f"step {report.last_step} is committed; " if report.last_step else ""
+    click.echo(f"interrupted; {at}the same command without --fresh goes on from there", err=True)
+    raise SystemExit(INTERRUPTED)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
