@@ -43,6 +43,10 @@ class Adapter:
         return all(w is None for w in self.weights)
 
 
+# The adapters' names, their weights below each other group by group, and how many rows each has in each group.
+Stack = tuple[tuple[str, ...], list[LoRAWeights | None], list[tuple[int, ...]]]
+
+
 class Adapters:
     """The resident adapters, least recently used out first; those of running requests stay."""
 
@@ -55,7 +59,7 @@ class Adapters:
             decoder_prefix + name: (group, member) for group in groups for member, name in enumerate(group.names)
         }
         self._resident: OrderedDict[str, Adapter] = OrderedDict()
-        self._stacked: tuple[tuple[str, ...], list[LoRAWeights | None], list[list[int]]] = ((), [], [])
+        self._stacked: Stack = ((), [], [])
 
     def names(self) -> list[str]:
         return list(self._resident)
@@ -89,20 +93,27 @@ class Adapters:
         if not wanted:
             self._active.weights = self._active.masks = ()
             return
-        names, weights, ranks = self._stacked
-        # A stack that holds more than what is needed is still right; making one costs as much as a few steps.
-        if not wanted.keys() <= set(names) or any(n not in self._resident for n in names):
-            names = tuple(sorted(wanted))
-            weights, ranks = _stack([wanted[n] for n in names])
-            self._stacked = (names, weights, ranks)
+        names, weights, ranks = self._stack(wanted)
         masks: dict[tuple[int, ...], torch.Tensor | None] = {}
         if len(names) > 1 or any(a.is_base for a, _ in tokens):
             owners = torch.cat([torch.full((n,), names.index(a.name) if a.name in wanted else -1) for a, n in tokens])
-            for r in {tuple(r) for r in ranks}:
+            for r in set(ranks):
                 columns = torch.arange(len(names)).repeat_interleave(torch.tensor(r))
                 masks[r] = (owners[:, None] == columns).float()
         self._active.weights = weights
-        self._active.masks = [masks.get(tuple(r)) for r in ranks]
+        self._active.masks = [masks.get(r) for r in ranks]
+
+    def _stack(self, wanted: dict[str, Adapter]) -> Stack:
+        """The matrices of all wanted adapters, made anew only where the last stack lacks one of them.
+
+        A stack that holds more than is wanted is still right; making one costs as much as a few steps.
+        """
+        if len(wanted) == 1:
+            return _stack(list(wanted.values()))  # copies nothing
+        names = self._stacked[0]
+        if not wanted.keys() <= set(names) or not self._resident.keys() >= set(names):
+            self._stacked = _stack([wanted[name] for name in sorted(wanted)])
+        return self._stacked
 
     def _read(self, ref: AdapterRef) -> list[LoRAWeights | None]:
         config, tensors = _read_files(ref)
@@ -167,18 +178,17 @@ def _merge(group: LinearGroup, members: dict[int, tuple[torch.Tensor, torch.Tens
     return LoRAWeights(torch.cat([members[m][0] for m in sorted(members)]), b.to(group.weight.dtype))
 
 
-def _stack(adapters: list[Adapter]) -> tuple[list[LoRAWeights | None], list[list[int]]]:
-    """All adapters' rows below each other, group by group, and how many rows each has."""
+def _stack(adapters: list[Adapter]) -> Stack:
     weights: list[LoRAWeights | None] = []
-    ranks: list[list[int]] = []
+    ranks: list[tuple[int, ...]] = []
     for own in zip(*(a.weights for a in adapters), strict=True):
         there = [w for w in own if w is not None]
-        ranks.append([0 if w is None else len(w.a) for w in own])
+        ranks.append(tuple(0 if w is None else len(w.a) for w in own))
         if len(there) > 1:
             weights.append(LoRAWeights(torch.cat([w.a for w in there]), torch.cat([w.b for w in there])))
         else:
             weights.append(there[0] if there else None)
-    return weights, ranks
+    return tuple(a.name for a in adapters), weights, ranks
 
 
 def _bad(ref: AdapterRef, why: str) -> InvalidInput:

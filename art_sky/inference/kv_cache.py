@@ -174,6 +174,11 @@ class KVCache:
         for kept in list(self._sorted.get(adapter, [])):
             self._drop(kept)
 
+    def scrub(self) -> None:
+        """Makes all slots finite again after a sequence wrote NaN: masked positions are multiplied by 0."""
+        for slab in self.slabs():
+            slab.data.nan_to_num_(0.0, 0.0, 0.0)
+
     def _drop(self, kept: Kept) -> None:
         del self._recent[kept]
         held = self._sorted[kept.adapter]

@@ -45,11 +45,16 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """One token for each row of `logits` [n, vocabulary] (float32; changed in place)."""
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn | None]:
+    """One token for each row of `logits` [n, vocabulary] (float32; changed in place); None where a row holds NaN
+    or infinity, so that nothing can be drawn.
+    """
     if any(d.temperature not in (0.0, 1.0) for d in draws):
         logits /= torch.tensor([[d.temperature or 1.0] for d in draws])
     probabilities = torch.softmax(logits, -1)
+    broken = probabilities[:, 0].isnan()  # one such logit makes the whole row NaN
+    if broken.any():
+        probabilities[broken] = 1.0
     tokens = _invert(probabilities, torch.tensor([d.uniform for d in draws], dtype=torch.float64))
     if filtered := [i for i, d in enumerate(draws) if d.filtered]:
         weights = torch.stack([_filter(probabilities[i], draws[i]) for i in filtered])
@@ -65,7 +70,8 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
             values = values + (logprobs[i] - logits[i, tokens[i]])
             top[i] = list(zip(ids.tolist(), values.tolist(), strict=True))
     pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-    return [Drawn(token, logprob, top.get(i, [])) for i, (token, logprob) in enumerate(pairs)]
+    drawn = [Drawn(token, logprob, top.get(i, [])) for i, (token, logprob) in enumerate(pairs)]
+    return [None if bad else d for d, bad in zip(drawn, broken.tolist(), strict=True)]
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ class Scheduler:
             s.slot.used = s.computed
         if wants:
             for s, drawn in zip(wants, sample(logits, [_draw(s) for s in wants]), strict=True):
-                events += self._append(s, drawn)
+                events += self._fail(s) if drawn is None else self._append(s, drawn)
         return events
 
     # --- who runs ---------------------------------------------------------------------------------------
@@ -264,9 +264,18 @@ class Scheduler:
         self._leave(s)
         return events
 
-    def _leave(self, s: Sequence) -> None:
+    def _fail(self, s: Sequence) -> list[Event]:
+        """For logits that are not numbers: an adapter with weights that overflow."""
+        name = s.request.adapter.name
+        self._leave(s, keep=False)
+        self.cache.forget(name)
+        self.cache.scrub()
+        return [Ended(s, InvalidInput(f"adapter {name} computes NaN or infinity for this prompt; use an earlier step"))]
+
+    def _leave(self, s: Sequence, *, keep: bool = True) -> None:
         assert s.slot is not None
-        self.cache.keep(s.request.adapter.name, s.tokens[: s.computed], s.slot)
+        if keep:
+            self.cache.keep(s.request.adapter.name, s.tokens[: s.computed], s.slot)
         self.cache.free(s.slot)
         self.running.remove(s)
         s.slot = None

@@ -16,6 +16,7 @@ def draw_many(logits: torch.Tensor, **how: object) -> tuple[torch.Tensor, torch.
     counts, logprobs = torch.zeros(len(logits)), torch.full((len(logits),), -torch.inf)
     for part in range(0, N, 2000):
         for drawn in sample(logits.repeat(2000, 1), draws[part : part + 2000]):
+            assert drawn is not None
             counts[drawn.token] += 1
             logprobs[drawn.token] = drawn.logprob
     return counts / N, logprobs
@@ -63,6 +64,7 @@ def test_rows_with_and_without_filters_do_not_mix() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 3)
     draws = [Draw(0.0, 0.99, top_logprobs=2), Draw(1.0, 0.999), Draw(1.0, 0.999, top_k=1)]
     greedy, free, first = sample(logits, draws)
+    assert greedy and free and first
     assert (greedy.token, free.token, first.token) == (1, 3, 1)
     want = torch.tensor([0.0, 3.0, 1.0, 2.0]).log_softmax(-1)
     assert greedy.logprob == first.logprob == pytest.approx(want[1].item())
@@ -76,7 +78,14 @@ def test_tokens_without_probability_are_never_drawn(u: float) -> None:
     for vocabulary in (10, 512, 700):
         logits = torch.full((1, vocabulary), -torch.inf)
         logits[0, vocabulary // 2] = 0.0
-        assert sample(logits, [Draw(1.0, u)])[0].token == vocabulary // 2
+        (drawn,) = sample(logits, [Draw(1.0, u)])
+        assert drawn and drawn.token == vocabulary // 2
+
+
+def test_a_row_that_is_not_numbers_spoils_no_other() -> None:
+    logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan], [torch.inf, 0.0], [-torch.inf, 0.0]])
+    drawn = sample(logits, [Draw(1.0, 0.1), Draw(1.0, 0.1), Draw(0.0, 0.1), Draw(1.0, 0.1, top_p=0.5)])
+    assert [d and d.token for d in drawn] == [0, None, None, 1]
 
 
 def test_streams_are_uniform_and_their_own() -> None:

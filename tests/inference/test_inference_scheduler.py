@@ -213,6 +213,20 @@ def test_a_bad_adapter_fails_its_own_request_only(
     assert isinstance(failed.end, InvalidInput) and "adapter_config.json" in failed.end.message
 
 
+def test_an_adapter_that_overflows_fails_its_own_requests_only(
+    tiny_model: Path, engine: MakeScheduler, adapters: list[AdapterRef], tmp_path: Path
+) -> None:
+    huge = make_adapter(tiny_model, tmp_path / "huge", 6, b_std=1e30)
+    bad = AdapterRef(name="p/agent@9", path=str(huge))
+    scheduler = engine()
+    requests = [ask(prompt(20 + i, i), bad if i % 2 else adapters[0], 30, seed=i) for i in range(4)]
+    answers = run(scheduler, requests)
+    alone = run(engine(), [requests[0], requests[2]])
+    assert all(isinstance(a.end, InvalidInput) and "NaN" in a.end.message for a in answers[1::2])
+    assert [a.tokens for a in answers[0::2]] == [a.tokens for a in alone]
+    assert run(scheduler, [requests[0]])[0].tokens == alone[0].tokens
+
+
 def test_requests_that_never_fit_are_refused_with_both_numbers(
     engine: MakeScheduler, adapters: list[AdapterRef]
 ) -> None:
