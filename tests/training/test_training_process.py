@@ -60,7 +60,7 @@ async def test_two_steps_a_kill_and_two_more_equal_four_steps(tiny_model, tmp_pa
         for k, groups in enumerate(batches):
             if k == 2:
                 process.child.kill()
-                while process.child.restarts == 0:  # noqa: ASYNC110  # a child has no event for its end
+                while process.child.restarts == 0:  # a child has no event for its end
                     await asyncio.sleep(0.01)
             await run(process, task(tmp_path, str(k) if k == 0 else f"again{k}", f"again{k + 1}", groups))
     for name in NAMES:
