@@ -68,7 +68,7 @@ class TrainConfig(Settings):
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     micro_batch_tokens: int = Field(
-        4096, ge=16, description="tokens of one forward and backward; bounds memory, changes no gradient"
+        1024, ge=16, description="tokens of one forward and backward; bounds memory, changes no gradient"
     )
 
     @model_validator(mode="before")
