@@ -42,7 +42,7 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
             groups = await art.gather_trajectory_groups(
                 (
                     art.TrajectoryGroup(
-                        rollout(model, opponent, sampling_seed=opponent * 1000 + 10 * game)
+                        rollout(model, opponent, sampling_seed=opponent * 100 + 10 * game)
                         for game in range(GAMES_A_GROUP)
                     )
                     for opponent in opponents(options.seed, step)
