@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
+from art_sky import tracking
 from art_sky.client.refused import refuse_unknown
 from art_sky.client.rollout import Rollout
 from art_sky.client.summary import storable, summarize
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from art_sky.client.backend import Backend
+    from art_sky.tracking import Tracking
 
 ConfigT = TypeVar("ConfigT")
 
@@ -38,7 +40,8 @@ class Model(Generic[ConfigT]):
     """A model that is prompted, not trained, and logged beside those that are.
 
     `inference_model_name`, `inference_base_url` and `inference_api_key` say where it answers. `config` is the user's
-    own: a pydantic model or a dict, kept with the model's record. Raises InvalidName before anything is made.
+    own: a pydantic model or a dict, kept with the model's record. `report_to="wandb"` shows what is logged in Weights
+    & Biases, "none" does not; without it, WANDB_API_KEY decides. Raises InvalidName before anything is made.
     """
 
     trainable = False
@@ -52,10 +55,11 @@ class Model(Generic[ConfigT]):
         inference_model_name: str | None = None,
         inference_base_url: str | None = None,
         inference_api_key: str | None = None,
+        report_to: str | list[str] | None = None,
         **unknown: Any,
     ) -> None:
         known = ["name", "project", "config", "inference_model_name", "inference_base_url", "inference_api_key"]
-        refuse_unknown("Model", unknown, known)
+        refuse_unknown("Model", unknown, [*known, "report_to"])
         self.name = check_name("model", name)
         self.project = check_name("project", project)
         self.run_name = self.name
@@ -63,6 +67,8 @@ class Model(Generic[ConfigT]):
         self.inference_model_name = inference_model_name
         self.inference_base_url = inference_base_url
         self.inference_api_key = inference_api_key
+        self.report_to = report_to
+        self._tracking: Tracking | None = None
         self._backend: Backend | None = None
         self._client: tuple[Any, AsyncOpenAI] | None = None
 
@@ -92,6 +98,7 @@ class Model(Generic[ConfigT]):
         refuse_unknown("register", unknown, ["backend"])
         await backend.register(self)
         self._backend = backend
+        await self._start_tracking({})
 
     def openai_client(self) -> AsyncOpenAI:
         """An OpenAI client for this model, made once for an event loop. Choices from a trainable model carry
@@ -130,7 +137,10 @@ class Model(Generic[ConfigT]):
         """
         groups = _groups(trajectories)
         row: dict[str, float | None] = {**(summarize(groups) if groups else {}), **storable(metrics or {})}
-        return await self.backend.log(self, groups, split, step, row)
+        result = await self.backend.log(self, groups, split, step, row)
+        if self._tracking is not None:
+            self._tracking.log(result.attempt, result.step, result.split, row)
+        return result
 
     async def read_state(self) -> dict[str, Any] | None:
         """What `merge_state` and `overwrite_state` kept in the store; None before the first."""
@@ -143,6 +153,16 @@ class Model(Generic[ConfigT]):
     async def overwrite_state(self, values: Mapping[str, Any]) -> None:
         """Replaces the whole."""
         await self.backend.overwrite_state(self, values)
+
+    async def _start_tracking(self, about: Mapping[str, Any]) -> None:
+        """Shows the rows logged before, which another process may have left unshown, and those to come."""
+        if self._tracking is not None:
+            return
+        config = {**about, **self.config_values}
+        self._tracking = tracking.start(self.project, self.run_name, config, self.report_to)
+        if self._tracking is not None:
+            for row in await self.backend.history(self):
+                self._tracking.log(row.attempt, row.step, row.split, row.metrics)
 
     def _address(self) -> tuple[str, str]:
         if self.inference_base_url is None or self.inference_api_key is None:
@@ -185,11 +205,12 @@ class TrainableModel(Model[ConfigT]):
         config: ConfigT | None = None,
         lora: LoRAConfig | None = None,
         options: ModelOptions | None = None,
+        report_to: str | list[str] | None = None,
         **unknown: Any,
     ) -> None:
-        known = ["name", "project", "base_model", "run_name", "config", "lora", "options"]
+        known = ["name", "project", "base_model", "run_name", "config", "lora", "options", "report_to"]
         refuse_unknown("TrainableModel", unknown, known)
-        super().__init__(name=name, project=project, config=config)
+        super().__init__(name=name, project=project, config=config, report_to=report_to)
         if run_name is not None:
             self.run_name = check_name("run", run_name)
         self.base_model = _base_model(base_model)
@@ -204,6 +225,7 @@ class TrainableModel(Model[ConfigT]):
         self._backend, self._client = backend, None
         self.inference_model_name = status.inference_name
         self.inference_base_url, self.inference_api_key = backend.inference()
+        await self._start_tracking({"base_model": self.base_model, "lora": self.lora.model_dump()})
 
     async def train(
         self,

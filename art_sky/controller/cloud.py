@@ -23,7 +23,6 @@ class LaunchConfig(Settings):
     name: str
     cloud: Literal["local"] = "local"
     server: ServerConfig
-    base_model: str | None = None  # start the engine with it at once
 
 
 class Cluster(Wire):

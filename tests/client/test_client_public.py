@@ -33,7 +33,7 @@ SIGNATURES = {
     "yield_trajectory": "(trajectory)",
     "capture_yielded_trajectory": "(rollout)",
     "Model": "(*, name, project, config=None, inference_model_name=None, inference_base_url=None, "
-    "inference_api_key=None, **unknown)",
+    "inference_api_key=None, report_to=None, **unknown)",
     "Model.get_inference_name": "(self, step=None)",
     "Model.litellm_completion_params": "(self, step=None)",
     "Model.log": "(self, trajectories=None, split='val', *, metrics=None, step=None)",
@@ -42,7 +42,8 @@ SIGNATURES = {
     "Model.read_state": "(self)",
     "Model.merge_state": "(self, values)",
     "Model.overwrite_state": "(self, values)",
-    "TrainableModel": "(*, name, project, base_model, run_name=None, config=None, lora=None, options=None, **unknown)",
+    "TrainableModel": "(*, name, project, base_model, run_name=None, config=None, lora=None, options=None, "
+    "report_to=None, **unknown)",
     "TrainableModel.train": "(self, groups, config=None, *, request_id=None, **unknown)",
     "TrainableModel.get_step": "(self)",
     "TrainableModel.delete_checkpoints": "(self, best_checkpoint_metric='val/reward')",
