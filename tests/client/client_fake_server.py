@@ -313,7 +313,7 @@ async def running(server: FakeServer) -> AsyncIterator[FakeServer]:
     http = uvicorn.Server(uvicorn.Config(server.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
     http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # pytest has the signals
     task = asyncio.create_task(http.serve(sockets=[listening]))
-    while not http.started:  # noqa: ASYNC110  # uvicorn has no event for it
+    while not http.started:  # uvicorn has no event for it
         await asyncio.sleep(0.005)
     try:
         yield server

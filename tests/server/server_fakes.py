@@ -197,7 +197,7 @@ class Harness:
 
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+        while not condition():  # what is waited for has no event
             await asyncio.sleep(0.005)
 
 
