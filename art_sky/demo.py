@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,13 +28,18 @@ from art_sky.store.model_store import ModelStore
 from art_sky.trajectories import Trajectory, TrajectoryGroup
 
 PROJECT = "demo"
-GROUPS, SAMPLES, VALIDATION_SAMPLES = 8, 8, 16
+GROUPS, SAMPLES, VALIDATION_SAMPLES = 8, 16, 16
 MAX_TOKENS = 6
+# "yes" is found first and earns 0.75. Sampling a little hotter than the policy, and advantages that shrink with the
+# spread of a group, keep it from settling there before "maybe" was tried.
+TRAINING_TEMPERATURE, VALIDATION_TEMPERATURE = 1.2, 1.0
+SCALE_REWARDS = False
 SYSTEM = "You answer with one word."
 REWARDS = {"maybe": 1.0, "yes": 0.75, "no": 0.5}
 _FORMS = ("{} with exactly one word: {}", "just {} with {}", "{} with a single word, {}")
 _VERBS = ("respond", "answer", "reply")
-_OPTIONS = ("yes, no, or maybe", "maybe, yes, or no", "no, maybe, or yes", "yes or no", "no or maybe")
+_OPTIONS = [" or ".join(two) for two in permutations(REWARDS, 2)]
+_OPTIONS += ["{}, {}, or {}".format(*three) for three in permutations(REWARDS)]
 TRAINING_PROMPTS = [f.format(v, o) for f in _FORMS for v in _VERBS for o in _OPTIONS]
 VALIDATION_PROMPTS = [
     "Say one of these: no, yes, maybe",
@@ -52,9 +58,9 @@ class DemoOptions:
     """`seed` fixes prompts, LoRA initialisation and every request's seed; each seed is a model of its own."""
 
     store: Path = Path(".art-sky")
-    steps: int = 15
+    steps: int = 20
     seed: int = 0
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-4
     fresh: bool = False
 
     @property
@@ -134,7 +140,7 @@ def score(text: str | None) -> float:
     return REWARDS.get((text or "").strip().lower().strip(".!"), 0.0)
 
 
-async def rollout(model: TrainableModel[Any], name: str, prompt: str, seed: int) -> Trajectory:
+async def rollout(model: TrainableModel[Any], name: str, prompt: str, seed: int, temperature: float) -> Trajectory:
     """The agent: one question, one answer."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
     completion = await model.openai_client().chat.completions.create(
@@ -142,6 +148,7 @@ async def rollout(model: TrainableModel[Any], name: str, prompt: str, seed: int)
         messages=messages,  # type: ignore[arg-type]  # plain dicts are what agent code writes
         max_tokens=MAX_TOKENS,
         seed=seed,
+        temperature=temperature,
     )
     choice = completion.choices[0]
     return Trajectory(messages_and_choices=[*messages, choice], reward=score(choice.message.content))
@@ -195,7 +202,7 @@ async def _train_step(
     groups = await _sample(model, options.seed, step - 1, "train", prompts, SAMPLES)
     sampled = time.monotonic() - began
     report.phase(f"step {step} of {options.steps}: training", step - 1, options.steps)
-    result = await backend.train(model, groups, learning_rate=options.learning_rate)
+    result = await backend.train(model, groups, learning_rate=options.learning_rate, scale_rewards=SCALE_REWARDS)
     own = {
         "data/tokens_sampled": float(_tokens_sampled(groups)),
         "time/rollout_seconds": sampled,
@@ -217,10 +224,12 @@ async def _sample(
 ) -> list[TrajectoryGroup]:
     """One group a prompt, sampled by the adapter of `step`."""
     name = model.get_inference_name(step)
+    temperature = TRAINING_TEMPERATURE if split == "train" else VALIDATION_TEMPERATURE
     return await gather_trajectory_groups(
         (
             TrajectoryGroup(
-                rollout(model, name, prompt, _seed(seed, split, step, group, sample)) for sample in range(samples)
+                rollout(model, name, prompt, _seed(seed, split, step, group, sample), temperature)
+                for sample in range(samples)
             )
             for group, prompt in enumerate(prompts)
         ),
