@@ -89,7 +89,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_prompts_and_rewards() -> None:
-    assert len(demo.TRAINING_PROMPTS) == len(set(demo.TRAINING_PROMPTS)) == 45
+    assert len(demo.TRAINING_PROMPTS) == len(set(demo.TRAINING_PROMPTS)) == 3 * 3 * 12
     assert len(demo.VALIDATION_PROMPTS) * demo.VALIDATION_SAMPLES == 128
     assert not set(demo.VALIDATION_PROMPTS) & set(demo.TRAINING_PROMPTS)
     assert [demo.score(t) for t in ("maybe", " Yes. ", "NO!", "maybe not", "", None)] == [1.0, 0.75, 0.5, 0, 0, 0]
