@@ -1,0 +1,74 @@
+"""The main job with a real language model. Minutes long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import art_sky as art
+from art_sky.demo import DemoOptions, StepRow, run_demo
+
+TOPICS = ["the sea", "a clock", "bread", "winter", "trains", "a garden", "music", "the moon", "paper", "salt"]
+
+
+class Quiet:
+    def phase(self, text: str, done: int = 0, total: int | None = None) -> None: ...
+    def note(self, text: str) -> None: ...
+    def step(self, row: StepRow) -> None: ...
+    def validation(self, step: int, reward: float) -> None: ...
+
+
+@pytest.mark.slow
+def test_the_demo_learns(tmp_path: Path) -> None:
+    """The figures that the README's first command promises, on a seed that nothing was chosen by."""
+    result = run_demo(DemoOptions(store=tmp_path / "run", seed=3), Quiet())
+    assert result.validation["samples"] >= 128
+    assert result.validation["before"] < 0.3
+    assert result.validation["after"] >= 0.85
+    rewards = [row.reward or 0.0 for row in result.steps]
+    assert 10 <= len(rewards) <= 20
+    assert sum(rewards[-3:]) / 3 >= 0.9
+    assert result.head["step"] == len(rewards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "absolute", "signed", "k3"), [("bfloat16", 0.06, 0.01, 0.005), ("float32", 1e-4, 1e-4, 1e-4)]
+)
+async def test_the_trainer_finds_the_samplers_logprobs(
+    dtype: str, absolute: float, signed: float, k3: float, tmp_path: Path
+) -> None:
+    """1,000 tokens of free text at each temperature, sampled and trained with the same, trained weights."""
+    async with art.LocalBackend(tmp_path / "run", engine=art.EngineConfig(dtype=dtype)) as backend:
+        model = art.TrainableModel(name="writer", project="tests", base_model="smollm2-135m")
+        await model.register(backend)
+        seen = []
+        for step, temperature in enumerate((1.0, 0.7, 1.0, 1.3)):
+
+            async def write(topic: str, seed: int, temperature: float = temperature) -> art.Trajectory:
+                messages = [{"role": "user", "content": f"Write about {topic}."}]
+                completion = await model.openai_client().chat.completions.create(
+                    model=model.get_inference_name(),
+                    messages=messages,
+                    max_tokens=100,
+                    temperature=temperature,
+                    seed=seed,
+                )
+                choice = completion.choices[0]
+                return art.Trajectory(
+                    messages_and_choices=[*messages, choice], reward=len(choice.message.content or "")
+                )
+
+            groups = [art.TrajectoryGroup(write(t, 100 * step + i) for i in range(2)) for t in TOPICS]
+            groups = await art.gather_trajectory_groups(groups, pbar_desc=None)
+            for i, group in enumerate(groups):
+                group.trajectories[0].reward += i + 1  # so that no group is without a spread
+            result = await model.train(groups, config=art.TrainConfig(learning_rate=1e-3))
+            seen.append(result.metrics)
+    for metrics in seen[1:]:  # the first step made the weights differ from the base model's
+        assert metrics["data/tokens_trained"] >= 1000
+        assert metrics["policy/sampler_mismatch_abs"] < absolute
+        assert abs(metrics["policy/sampler_mismatch_mean"]) < signed
+        assert metrics["policy/sampler_mismatch_k3"] < k3
+    print([{k: v for k, v in m.items() if "mismatch" in k or k == "data/tokens_trained"} for m in seen])
