@@ -19,10 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from art_sky.base_models import resolve
 from art_sky.client.http_backend import HttpBackend
+from art_sky.client.model import Model, TrainableModel
+from art_sky.client.progress import progress_bar
 from art_sky.client.transport import Transport
 from art_sky.config import EngineConfig, ServerConfig
 from art_sky.errors import ArtSkyError, InvalidInput, NoDiskSpace
+from art_sky.schemas import ModelStatus
 
 log = logging.getLogger("art_sky")
 
@@ -63,6 +67,12 @@ class LocalBackend(HttpBackend):
 
     def __exit__(self, *_: object) -> None:
         self._process.stop()
+
+    async def register(self, model: Model[Any]) -> ModelStatus:
+        """As every backend; a base model that is not on this machine yet is downloaded here, with a progress bar."""
+        if isinstance(model, TrainableModel):
+            await _downloaded(model.base_model)
+        return await super().register(model)
 
     async def close(self) -> None:
         """Ends the server after it has flushed; waits at most `stop_seconds`. Running jobs are finished by the next
@@ -223,6 +233,29 @@ class _ServerProcess:
         if self._owner is not None:
             os.close(self._owner)
             self._owner = None
+
+
+async def _downloaded(base_model: str) -> None:
+    """In a thread that nobody waits for, so that Ctrl-C ends a long download at once."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def end(error: Exception | None) -> None:
+        if not over.done():
+            over.set_exception(error) if error else over.set_result(None)
+
+    def run() -> None:
+        error: Exception | None = None
+        try:
+            with progress_bar(f"base model {base_model}", None) as bar:
+                resolve(base_model, lambda what, done, total: bar.update(done=done, total=total, text=what))
+        except Exception as e:
+            error = e
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(end, error)
+
+    threading.Thread(target=run, name="base model", daemon=True).start()
+    await over
 
 
 def _own_folder(root: Path) -> tuple[Path, int]:

@@ -17,7 +17,7 @@ import pytest
 
 import art_sky as art
 from art_sky.client import local_backend
-from art_sky.errors import ArtSkyError, InvalidInput
+from art_sky.errors import ArtSkyError, InvalidInput, NotFound
 
 SERVER = """
 import argparse, json, os, signal, sys, threading
@@ -71,6 +71,17 @@ http.serve_forever()
 """
 
 
+@pytest.fixture(autouse=True)
+def base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like a base model, at `./base`; this server loads none."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     script = tmp_path / "server.py"
@@ -94,7 +105,7 @@ def broken(path: Path) -> Path:
 
 
 async def facts(backend: art.LocalBackend) -> dict[str, Any]:
-    model: art.TrainableModel[None] = art.TrainableModel(name="agent", project="p", base_model="tiny")
+    model: art.TrainableModel[None] = art.TrainableModel(name="agent", project="p", base_model="./base")
     await model.register(backend)
     state = await model.read_state()
     assert state is not None
@@ -196,6 +207,14 @@ async def test_a_folder_that_cannot_be_used(command: Any, tmp_path: Path) -> Non
             await facts(backend)
 
 
+async def test_a_base_model_that_is_nowhere_starts_nothing(command: Any, path: Path) -> None:
+    backend = art.LocalBackend(path)
+    model: art.TrainableModel[None] = art.TrainableModel(name="agent", project="p", base_model="./nowhere")
+    with pytest.raises(NotFound, match="there is no such folder"):
+        await model.register(backend)
+    assert backend.log_file is None
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
 async def test_the_server_ends_with_its_client(command: Any, path: Path, tmp_path: Path, how: Any) -> None:
     """Killed, terminated, or just at its end without closing anything."""
@@ -207,7 +226,7 @@ async def test_the_server_ends_with_its_client(command: Any, path: Path, tmp_pat
 
         async def main():
             backend = art.LocalBackend({str(path)!r})
-            model = art.TrainableModel(name="agent", project="p", base_model="tiny")
+            model = art.TrainableModel(name="agent", project="p", base_model="./base")
             await model.register(backend)
             print((await model.read_state())["pid"], flush=True)
 
