@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,19 @@ def test_the_demo_learns(tmp_path: Path) -> None:
     assert 10 <= len(rewards) <= 20
     assert sum(rewards[-3:]) / 3 >= 0.9
     assert result.head["step"] == len(rewards)
+
+
+@pytest.mark.slow
+def test_the_readmes_example_runs(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert "get_step() < 10" in code
+    script = tmp_path / "agent.py"
+    script.write_text(code.replace("get_step() < 10", "get_step() < 2"))
+    for steps in (["1", "2"], []):  # the second time there is nothing left to do
+        done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines()] == steps
 
 
 @pytest.mark.slow
