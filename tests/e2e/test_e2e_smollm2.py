@@ -67,7 +67,7 @@ async def test_the_trainer_finds_the_samplers_logprobs(
                 completion = await model.openai_client().chat.completions.create(
                     model=model.get_inference_name(),
                     messages=messages,
-                    max_tokens=100,
+                    max_tokens=60,
                     temperature=temperature,
                     seed=seed,
                 )
