@@ -28,7 +28,6 @@ from art_sky.server.vocabulary import DEFAULT_CONTEXT, Vocabulary
 from art_sky.store.model_store import ModelStore
 from art_sky.store.writer import Writer
 
-LEASE_WAIT_SECONDS = 15.0  # a predecessor that is ending gives its lease back within this
 INIT_SECONDS = 900.0  # loading the base model included
 INIT_REQUEST = "init"
 STEP_FILES = ("adapter/", "trainer/")
@@ -250,7 +249,7 @@ class Registry:
                 await self._init(record, request, out)
                 record = await asyncio.to_thread(_create, store, request)
             owner = f"server {socket.gethostname()} pid {os.getpid()}"
-            writer = await asyncio.to_thread(store.open_writer, owner, LEASE_WAIT_SECONDS)
+            writer = await asyncio.to_thread(store.open_writer, owner, self.store.lease_wait_seconds)
             model = ServedModel(record.project, record.name, record, store, writer, template)
             if writer.head is None and await asyncio.to_thread(writer.adopt, INIT_REQUEST) is None:
                 if not out.exists():

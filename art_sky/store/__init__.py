@@ -14,10 +14,11 @@ __all__ = ["open_store"]
 
 
 def open_store(url: str) -> Store:
-    """The store behind `file:///absolute`, `file://relative` or a plain path; nothing is created by opening it.
+    """The store behind `file:///absolute`, `file://relative`, a plain path or `s3://bucket/prefix`.
 
-    In a `file://` URL `%20` and the like are decoded; a plain path is taken as it is. Raises InvalidConfig for
-    any other scheme, StoreError when the path is something else than a folder.
+    Nothing is created by opening it. In a URL `%20` and the like are decoded; a plain path is taken as it is. The
+    options of a bucket are those of `art_sky.store.s3_location`. Raises InvalidConfig for any other scheme and for
+    a URL that is not usable, StoreError when the path is something else than a folder.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -25,12 +26,24 @@ def open_store(url: str) -> Store:
     elif scheme == "file":
         path = unquote(rest)
     elif scheme == "s3":
-        raise InvalidConfig(f"store {url!r}: buckets arrive with a later release; use file:///folder until then")
+        return _open_bucket(url)
     else:
-        raise InvalidConfig(f"store {url!r}: unknown scheme {scheme!r}; use file:///folder or a plain path")
+        raise InvalidConfig(
+            f"store {url!r}: unknown scheme {scheme!r}; use file:///folder, a plain path or s3://bucket"
+        )
     if not path.strip() or "\0" in path:
         raise InvalidConfig(f"store {url!r} names no folder; use file:///folder or a plain path")
     # Not before it is asked for: clients import this package for its batch format and own no store.
     from art_sky.store.folder import FolderStore
 
     return FolderStore(path)
+
+
+def _open_bucket(url: str) -> Store:
+    try:
+        from art_sky.store.s3 import S3Store
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] not in ("boto3", "botocore"):
+            raise
+        raise InvalidConfig("a store in a bucket needs boto3: pip install 'art-sky[s3]'") from e
+    return S3Store(url)

@@ -45,6 +45,8 @@ SWEEP_AGE_SECONDS = 60.0  # a younger temporary file may not be locked yet
 class FolderStore:
     """Implements `art_sky.store.protocol.Store`. Instances are cheap and may be shared by threads."""
 
+    lease_wait_seconds = 15.0  # a dead one's are free at once: this is for one that is ending
+
     def __init__(self, path: str | Path) -> None:
         self.root = Path(path).absolute()
         self.url = self.root.as_uri()
@@ -107,6 +109,14 @@ class FolderStore:
             with self._locked():
                 path.unlink(missing_ok=True)
             _fsync_folder(path.parent)
+
+    def abort_uploads(self, prefix: str, before: float) -> int:
+        """Deletes temporary files of writers that were killed, if they are from before the Unix time `before`.
+
+        Such a file does not tell its key: they are deleted for every `prefix`. Returns how many.
+        """
+        with reported(f"delete temporary files of {check_prefix(prefix)!r}", self.root):
+            return self._sweep(before) if (self._internal / "tmp").is_dir() else 0
 
     def acquire(self, key: str, owner: str, wait_seconds: float = 0.0) -> FolderLease:
         check_key(key)
@@ -198,7 +208,7 @@ class FolderStore:
         self._make_folder(self._internal / "tmp")
         if not self._swept:
             self._swept = True
-            self._sweep()
+            self._sweep(time.time() - SWEEP_AGE_SECONDS)
         self._make_folder(folder)
 
     def _make_folder(self, folder: Path) -> None:
@@ -215,17 +225,20 @@ class FolderStore:
             _fsync_folder(folder.parent)
         self._durable.add(folder)
 
-    def _sweep(self) -> None:
-        """Deletes temporary files whose writers were killed."""
+    def _sweep(self, before: float) -> int:
+        """Deletes temporary files whose writers were killed; returns how many."""
+        count = 0
         for path in (self._internal / "tmp").iterdir():
             try:
-                if time.time() - path.stat().st_mtime < SWEEP_AGE_SECONDS:
+                if path.stat().st_mtime > before:
                     continue
                 with path.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
+                    count += 1
             except (FileNotFoundError, BlockingIOError, PermissionError):
                 continue  # its writer is alive, or another user's to sweep
+        return count
 
     def _walk(self, folder: Path, base: str, prefix: str, found: dict[str, ObjectInfo]) -> None:
         try:

@@ -9,10 +9,10 @@ MAX_PART_BYTES = 255  # that of most file systems
 
 
 def check_key(key: str) -> str:
-    """Returns `key` when it is relative, `/`-separated and safe as a path; spaces and Unicode are fine.
+    r"""Returns `key` when it is relative, `/`-separated and safe as a path; spaces and Unicode are fine.
 
-    Raises InvalidInput for empty, `.` or `..` parts, a leading or trailing `/`, control characters (NUL among
-    them), text that is not UTF-8, parts over 255 bytes and keys over 1024.
+    Raises InvalidInput for empty, `.` or `..` parts, a leading or trailing `/`, `\` (some servers take it for `/`),
+    control characters (NUL among them), text that is not UTF-8, parts over 255 bytes and keys over 1024.
     """
     reason = _objection(key)
     if reason is None:
@@ -36,6 +36,8 @@ def _objection(key: str) -> str | None:
         return f"is {size} bytes long, over {MAX_KEY_BYTES}"
     if any(ord(c) < 32 or ord(c) == 127 for c in key):
         return "holds a control character"
+    if "\\" in key:
+        return "holds a backslash"
     for part in key.split("/"):
         if part in ("", ".", ".."):
             return f"has the part {part!r}"

@@ -1,8 +1,9 @@
 """The `Store` protocol: the smallest set of object operations from which commits can be built.
 
-Keys are relative, `/`-separated, without `.` or `..` parts. An etag identifies one written version of a key and
-is opaque. Every method blocks and may be called from any thread. Absence is ObjectNotFound; anything that could
-not be found out (no access, no disk, no answer) is another StoreError, never absence (rule R6).
+Keys are relative, `/`-separated, without `.` or `..` parts. An etag is opaque and identifies one version of a key;
+versions with equal bytes may share one (in a bucket they do), so a record that is swapped and may go back to what it
+was carries a nonce. Every method blocks and may be called from any thread. Absence is ObjectNotFound; anything that
+could not be found out (no access, no disk, no answer) is another StoreError, never absence (rule R6).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Lease(Protocol):
 
 class Store(Protocol):
     url: str  # file:///... or s3://bucket/prefix
+    # How long a holder that ended without a word may keep the next one from its lease, with a margin.
+    lease_wait_seconds: float
 
     def get(self, key: str) -> StoredObject: ...
 

@@ -108,7 +108,7 @@ async def test_prompted_models_are_only_logged(bare: Harness) -> None:
 async def test_two_servers_do_not_share_a_model(
     server: Harness, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("art_sky.server.models.LEASE_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("art_sky.store.folder.FolderStore.lease_wait_seconds", 0.0)
     async with harness(tiny_model, tmp_path / "second") as second:
         second.server.registry.store = server.server.registry.store
         reply = await second.register()

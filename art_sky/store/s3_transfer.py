@@ -1,0 +1,262 @@
+"""Large objects in parts: several at a time, none held whole in memory."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import botocore.exceptions
+
+from art_sky.errors import CorruptObject, ObjectNotFound, StoreError
+from art_sky.store.os_errors import reported
+from art_sky.store.s3_client import TRANSFERS, Client
+from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained, status_of
+
+UPLOAD_PART = 16 << 20  # an object up to this size is one put
+MAX_PARTS = 10_000
+DOWNLOAD_PART = 8 << 20
+# User metadata of an object: who wrote it, and what it must hash to.
+WRITE, SHA256 = "art-sky-write", "art-sky-sha256"
+
+
+def checksum(data: bytes) -> str:
+    """As S3 wants it: base64 of the SHA-256."""
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+def metadata(reply: dict[str, Any], name: str) -> str | None:
+    """Some servers capitalise the names."""
+    return next((v for k, v in reply.get("Metadata", {}).items() if k.lower() == name), None)
+
+
+@contextmanager
+def part_source(data: bytes | Path) -> Iterator[tuple[int, Callable[[int, int], bytes]]]:
+    """The size, and a function of (offset, length) that threads may call."""
+    if isinstance(data, bytes):
+        yield len(data), lambda offset, length: data[offset : offset + length]
+        return
+    with reported("read a file", data), data.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+
+        def read(offset: int, length: int) -> bytes:
+            with reported("read a file", data), data.open("rb") as part:
+                part.seek(offset)
+                found = part.read(length)
+            if len(found) != length:
+                raise StoreError(f"{data} became shorter while it was sent; try again when nobody writes it")
+            return found
+
+        yield size, read
+
+
+def upload_parts(client: Client, name: str, size: int, read: Callable[[int, int], bytes]) -> str:
+    """Replaces the object when all parts are there, else leaves nothing; returns the etag."""
+    write = uuid.uuid4().hex
+    place = {"Bucket": client.at.bucket, "Key": name}
+
+    def begin() -> tuple[dict[str, Any], bool]:
+        checksums = client.checksums
+        more = {"ChecksumAlgorithm": "SHA256"} if checksums else {}
+        reply = client.raw.create_multipart_upload(**place, Metadata={WRITE: write}, **more)
+        return {**place, "UploadId": reply["UploadId"]}, checksums
+
+    upload, checksums = client.retry("write", name, begin)
+    try:
+        parts = _send_parts(client, name, upload, size, read, checksums)
+        return _complete(client, name, upload, parts, write)
+    except BaseException:
+        _abort(client, name, upload)
+        raise
+
+
+def _send_parts(
+    client: Client, name: str, upload: dict[str, Any], size: int, read: Callable[[int, int], bytes], checksums: bool
+) -> list[dict[str, Any]]:
+    length = max(UPLOAD_PART, -(-size // MAX_PARTS))
+    length += -length % (1 << 20)
+
+    def send(number: int) -> dict[str, Any]:
+        offset = (number - 1) * length
+        data = read(offset, min(length, size - offset))
+        more = {"ChecksumSHA256": checksum(data)} if checksums else {}
+        reply = client.retry(
+            "write", name, lambda: client.raw.upload_part(**upload, PartNumber=number, Body=data, **more)
+        )
+        return {"PartNumber": number, "ETag": reply["ETag"], **more}
+
+    tasks = [client.pool.submit(send, n + 1) for n in range(-(-size // length))]
+    try:
+        wait(tasks, return_when=FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()  # the first error is raised, not the cancellations that it causes
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        wait(tasks)
+
+
+def _complete(client: Client, name: str, upload: dict[str, Any], parts: list[dict[str, Any]], write: str) -> str:
+    def attempt() -> str:
+        try:
+            return str(client.raw.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})["ETag"])
+        except botocore.exceptions.ClientError as e:
+            if code_of(e) != "NoSuchUpload":
+                raise
+            # An earlier try may have done it, and its reply was lost.
+            found = client.raw.head_object(Bucket=upload["Bucket"], Key=name)
+            if metadata(found, WRITE) != write:
+                raise
+            return str(found["ETag"])
+
+    return client.retry("write", name, attempt)
+
+
+def _abort(client: Client, name: str, upload: dict[str, Any]) -> None:
+    try:
+        client.retry("clean up", name, lambda: client.raw.abort_multipart_upload(**upload))
+    except (StoreError, botocore.exceptions.ClientError):
+        return  # what made the upload fail is what matters; `abort_uploads` finds the parts later
+
+
+def open_object(client: Client, name: str) -> tuple[BinaryIO, str]:
+    """A stream and the etag. What is small was read whole and checked when this returns; absence is a ClientError."""
+
+    wrong: set[str] = set()
+
+    def attempt() -> tuple[bytes, int, str]:
+        reply = client.raw.get_object(Bucket=client.at.bucket, Key=name)
+        size, etag = int(reply["ContentLength"]), str(reply["ETag"])
+        with reply["Body"] as body:
+            data = _read(body, min(size, DOWNLOAD_PART))
+        expected = metadata(reply, SHA256)
+        if len(data) == size and expected is not None:
+            found = hashlib.sha256(data).hexdigest()
+            if found != expected and found in wrong:  # what the network does to bytes it does not do twice
+                raise CorruptObject(
+                    f"s3://{client.at.bucket}/{name} does not hold the bytes that were put; restore it from a backup"
+                )
+            wrong.add(found)
+            if found != expected:
+                raise BrokenBody("its bytes do not match the hash that they were stored with")
+        return data, size, etag
+
+    data, size, etag = client.retry("read", name, attempt)
+    if len(data) == size:
+        return io.BytesIO(data), etag
+    # ~1 MiB at a time, as its readers ask for it.
+    return cast(BinaryIO, io.BufferedReader(_PartsReader(client, name, data, size, etag), 1 << 20)), etag
+
+
+class _PartsReader(io.RawIOBase):
+    """Gives parts in order while the next ones are on their way."""
+
+    def __init__(self, client: Client, name: str, first: bytes, size: int, etag: str) -> None:
+        self._client, self._name, self._size, self._etag = client, name, size, etag
+        self._current = memoryview(first)
+        self._asked = len(first)  # bytes that were received or asked for
+        self._coming: deque[Future[bytes]] = deque()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while len(self._coming) < TRANSFERS and self._asked < self._size:
+            end = min(self._asked + DOWNLOAD_PART, self._size)
+            self._coming.append(self._client.pool.submit(self._fetch, self._asked, end))
+            self._asked = end
+        if not self._current and self._coming:
+            self._current = memoryview(self._coming.popleft().result())
+        count = min(len(buffer), len(self._current))
+        buffer[:count] = self._current[:count]
+        self._current = self._current[count:]
+        return count
+
+    def close(self) -> None:
+        for task in self._coming:
+            task.cancel()
+        self._coming.clear()
+        self._current = memoryview(b"")
+        super().close()
+
+    def _fetch(self, begin: int, end: int) -> bytes:
+        """The bytes [begin, end), from where it broke off when a connection ends early."""
+        data = bytearray()
+
+        def attempt() -> bytes:
+            wanted = end - begin - len(data)
+            reply = self._client.raw.get_object(
+                Bucket=self._client.at.bucket,
+                Key=self._name,
+                Range=f"bytes={begin + len(data)}-{end - 1}",
+                IfMatch=self._etag,
+            )
+            with reply["Body"] as body:
+                if reply["ETag"] != self._etag:
+                    raise self._changed()
+                if int(reply["ContentLength"]) != wanted:
+                    raise BrokenBody(f"{reply['ContentLength']} bytes came where {wanted} were asked for")
+                _read(body, wanted, into=data)
+            return bytes(data)
+
+        try:
+            return self._client.retry("read", self._name, lambda: self._unchanged(attempt))
+        except botocore.exceptions.ClientError as e:
+            raise ObjectNotFound(f"{self._where()} was deleted while it was read; ask for another step") from e
+
+    def _unchanged(self, attempt: Callable[[], bytes]) -> bytes:
+        try:
+            return attempt()
+        except botocore.exceptions.ClientError as e:
+            if status_of(e) == 412:
+                raise self._changed() from e
+            raise
+
+    def _changed(self) -> StoreError:
+        return StoreError(f"{self._where()} was written again while it was read; read it again")
+
+    def _where(self) -> str:
+        return f"s3://{self._client.at.bucket}/{self._name}"
+
+
+def _read(body: Any, size: int, into: bytearray | None = None) -> bytes:
+    """`size` bytes, which are in `into` as far as they came when this raises."""
+    data = bytearray() if into is None else into
+    left = size
+    while left:
+        block = body.read(min(left, 1 << 20))
+        if not block:
+            raise BrokenBody(f"the connection ended {left} bytes too early")
+        data += block
+        left -= len(block)
+    return bytes(data)
+
+
+def abort_uploads(client: Client, prefix: str, before: float) -> int:
+    """Deletes the parts of uploads below `prefix` that began before the Unix time `before`; returns how many."""
+    place = {"Bucket": client.at.bucket, "Prefix": prefix}
+    count = 0
+    while True:
+        page = client.retry("list", prefix, partial(client.raw.list_multipart_uploads, **place))
+        for found in page.get("Uploads", []):
+            if found["Initiated"].timestamp() < before:
+                upload = {"Bucket": client.at.bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
+                try:
+                    client.raw.abort_multipart_upload(**upload)
+                except CALL_ERRORS as e:
+                    if code_of(e) != "NoSuchUpload":
+                        raise explained(e, "clean up", client.at, found["Key"]) from e
+                count += 1
+        if not page.get("IsTruncated"):
+            return count
+        place |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
