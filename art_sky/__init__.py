@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from art_sky.client.flow import limit_concurrency as limit_concurrency
     from art_sky.client.flow import retry as retry
     from art_sky.client.flow import yield_trajectory as yield_trajectory
+    from art_sky.client.frames import load_trajectories as load_trajectories
     from art_sky.client.gather import gather_trajectories as gather_trajectories
     from art_sky.client.gather import gather_trajectory_groups as gather_trajectory_groups
     from art_sky.client.gather import trajectory_group_batches as trajectory_group_batches
@@ -43,6 +44,7 @@ _HOME = {
     "client.connect": ["connect"],
     "client.datasets": ["DatasetBatch", "iterate_dataset"],
     "client.flow": ["capture_yielded_trajectory", "limit_concurrency", "retry", "yield_trajectory"],
+    "client.frames": ["load_trajectories"],
     "client.gather": ["gather_trajectories", "gather_trajectory_groups", "trajectory_group_batches"],
     "client.http_backend": ["ServerBackend"],
     "client.local_backend": ["LocalBackend"],

@@ -54,6 +54,7 @@ SIGNATURES = {
     "ServerBackend.download_checkpoint": "(self, model, step, folder, *, optimizer=False)",
     "LocalBackend": "(path='.art-sky', *, engine=None, state_dir=None, start_seconds=60.0, stop_seconds=15.0, "
     "cancel_jobs=True)",
+    "load_trajectories": "(store, project=None, models=None, split=None)",
     "connect": "(url_or_cluster_name, token=None, **options)",
 }
 
@@ -93,7 +94,9 @@ import art_sky
 loaded = [m for m in {HEAVY!r} if m in sys.modules]
 assert not loaded, loaded
 art_sky.TrainConfig, art_sky.gather_trajectory_groups, art_sky.TrainableModel, art_sky.LocalBackend, art_sky.connect
-loaded = [m for m in ("torch", "transformers", "sky", "boto3", "wandb", "fastapi", "numpy") if m in sys.modules]
+art_sky.load_trajectories
+heavy = ("torch", "transformers", "sky", "boto3", "wandb", "fastapi", "numpy", "polars")
+loaded = [m for m in heavy if m in sys.modules]
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,50 @@
+"""Reading the trajectories that a run logged, one object at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from art_sky.errors import CorruptObject
+from art_sky.store.batches import decode_batch
+from art_sky.store.model_store import ModelStore
+from art_sky.store.protocol import Store
+
+# What `RunLog.write_trajectories` names its objects; the last number tells objects of one step apart.
+_NAME = re.compile(
+    r"trajectories/(?P<split>[a-z][a-z0-9_]*)/(?P<step>\d+)-(?P<attempt>\d+)(-(?P<part>\d+))?\.jsonl\.zst"
+)
+
+
+@dataclass(frozen=True)
+class LoggedGroups:
+    """One object: the groups of one call of `log` or `train`, in the JSON form of a batch."""
+
+    key: str
+    project: str
+    model: str
+    split: str
+    step: int
+    attempt: int  # a step that was trained again after a rewind is logged once in each attempt
+    groups: list[dict[str, Any]]
+
+
+def iter_trajectories(store: Store, project: str, name: str, split: str | None = None) -> Iterator[LoggedGroups]:
+    """What `project/name` logged, by split, step and attempt; of all splits by default. Needs no server.
+
+    Holds one object at a time. Raises CorruptObject naming the object that cannot be read, and NotFound for a model
+    that was never registered.
+    """
+    model = ModelStore(store, project, name)
+    model.record()
+    names = (_NAME.fullmatch(name) for name in model.names("trajectories/"))
+    found = [m for m in names if m is not None and split in (None, m["split"])]
+    for match in sorted(found, key=lambda m: (m["split"], int(m["step"]), int(m["attempt"]), int(m["part"] or 1))):
+        key = model.key(match[0])
+        try:
+            groups = decode_batch(store.get(key).data)
+        except CorruptObject as e:
+            raise CorruptObject(f"{key!r} in {store.url}: {e.message.partition(';')[0]}; delete it to read on") from e
+        yield LoggedGroups(key, project, name, match["split"], int(match["step"]), int(match["attempt"]), groups)
