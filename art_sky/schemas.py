@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+)
 
 from art_sky.config import LoRAConfig, ModelOptions, TrainConfig
 
@@ -73,11 +80,27 @@ class ModelRecord(Record):
     created: float
     created_by: str  # "art-sky 0.1.0"
     config: dict[str, Any] = {}  # the user's own, free
+    forked_from: str | None = None  # project/name@step in store
+
+
+class BlobRoot(Wire):
+    """The model that holds the bytes of a file which another model names: a fork copies none."""
+
+    store: str | None = None  # URL of its store; None: the store in which this was read
+    model: str  # project/name
 
 
 class FileRef(Wire):
     sha256: Sha256
     size: int = Field(ge=0)
+    root: BlobRoot | None = None  # None: in the blobs of the model whose record this is; then not written
+
+    @model_serializer(mode="wrap")
+    def _as_dict(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = plain(self)
+        if self.root is None:
+            del values["root"]
+        return values
 
 
 class Manifest(Record):

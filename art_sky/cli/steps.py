@@ -30,16 +30,17 @@ def command(model: str, url: str | None, cluster: str | None, as_json: bool) -> 
         with contextlib.suppress(NotFound):  # registered, its first step is being made
             head = found.head().model_dump()
         return print_json({"store": found.store.url, "model": found.prefix, "head": head, "steps": rows})
-    columns = ["#step", "#reward", "#val", "#loss", "updates", "#tokens", "trained in"]
+    columns = ["#step", "#reward", "#val", "#loss", "updates", "#tokens", "trained in", "tags"]
     cells = [
         (
             row["step"],
             row["reward"],
             row["val_reward"],
             row["loss"],
-            "-" if row["step"] == 0 else row["updates"] or f"skipped: {row['reason']}",
+            _updates(row),
             row["tokens"],
             duration(row["seconds"]),
+            ", ".join(row["tags"]) or None,
         )
         for row in rows
     ]
@@ -53,6 +54,7 @@ def describe_steps(model: ModelStore) -> list[dict[str, Any]]:
         return []
     history = model.history()
     attempt = model.head().attempt
+    refs = model.refs()
     rows = []
     for step in steps:
         number = step.manifest.step
@@ -71,10 +73,17 @@ def describe_steps(model: ModelStore) -> list[dict[str, Any]]:
                 "tokens": None if tokens is None else int(tokens),
                 "seconds": seconds,
                 "deleted": step.deleted,
+                "tags": sorted(name for name, key in refs.items() if key == step.key),
                 "metrics": train,
             }
         )
     return rows
+
+
+def _updates(row: dict[str, Any]) -> object:
+    if row["step"] == 0:
+        return row["reason"]  # of a fork: where it comes from
+    return row["updates"] or f"skipped: {row['reason']}"
 
 
 def _logged(history: list[HistoryRow], attempt: int, step: int, split: str) -> dict[str, float | None]:

@@ -1,7 +1,8 @@
-"""Which store a read command reads. No server is needed for it."""
+"""Which store, model and step a command means. No server is needed for it."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import click
 from art_sky.config import ServerConfig
 from art_sky.controller.clouds.local import LocalCloud
 from art_sky.errors import InvalidInput, NotFound
+from art_sky.names import split_step
 from art_sky.store import open_store
 from art_sky.store.model_store import ModelStore, list_models
 from art_sky.store.protocol import Store
@@ -50,3 +52,23 @@ def find_model(store: Store, text: str) -> ModelStore:
         raise InvalidInput(f"{text!r} is in several projects; give one of {', '.join(f'{p}/{n}' for p, n in found)}")
     near = did_you_mean(text, {f"{p}/{n}" for p, n in models} if "/" in text else {n for _, n in models})
     raise NotFound(f"there is no model {text!r} in {store.url} ({near}); see `art-sky models`, or give --store")
+
+
+def find_model_at(store: Store, text: str) -> tuple[ModelStore, int | None]:
+    """`MODEL[@STEP]`, the step None for the newest. Raises NotFound or InvalidInput."""
+    name, step = split_step(text)
+    if "@" in name:
+        raise InvalidInput(f"{text!r}: a step is a number, as in {name.partition('@')[0]}@3; see `art-sky steps`")
+    return find_model(store, name), step
+
+
+def whole_model(text: str) -> str:
+    """MODEL for a command that takes no step."""
+    if "@" in text:
+        raise click.UsageError(f"{text!r}: give the MODEL without a step; it is taken whole")
+    return text
+
+
+def lease_owner(command: str) -> str:
+    """Under what name a command takes a model's lease, for whoever finds it taken."""
+    return f"art-sky {command} on {socket.gethostname()}"

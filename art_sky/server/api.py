@@ -85,7 +85,7 @@ def _model_routes(router: APIRouter, server: Server) -> None:
     async def get_blob(project: str, name: str, sha256: Sha256) -> Response:
         """The bytes behind a FileRef of a manifest; a damaged blob breaks the reply off."""
         store = registry.get(project, name).store
-        ref = await asyncio.to_thread(_ref, store, sha256)
+        ref = await asyncio.to_thread(store.find_blob, sha256)
         headers = {"content-length": str(ref.size)}
         return StreamingResponse(_blocks(store, ref), media_type="application/octet-stream", headers=headers)
 
@@ -222,7 +222,7 @@ async def _receive(server: Server, request: Request, scratch: Path) -> str:
 
 def _log(model: KnownModel, step: int, body: LogRequest) -> LogResult:
     if body.batch is not None:
-        trajectories = model.store.read_blob(_ref(model.store, body.batch))
+        trajectories = model.store.read_blob(model.store.find_blob(body.batch))
         model.store.write_trajectories(body.split, step, model.attempt, trajectories)
     model.store.log_row(model.attempt, step, body.split, body.metrics)
     return LogResult(attempt=model.attempt, step=step, split=body.split)
@@ -252,10 +252,6 @@ def _checkpoints(store: ModelStore, best_metric: str) -> list[Checkpoint]:
 async def _lines(job: LiveJob, offset: int) -> AsyncIterator[bytes]:
     async for event in job.events(offset):
         yield (dumps(event.model_dump()) if event else "").encode() + b"\n"
-
-
-def _ref(store: ModelStore, sha256: str) -> FileRef:
-    return FileRef(sha256=sha256, size=store.store.info(store.blob_key(sha256)).size)
 
 
 async def _blocks(store: ModelStore, ref: FileRef) -> AsyncIterator[bytes]:

@@ -352,7 +352,7 @@ def _cancelled(job: LiveJob) -> None:
 
 def _begin(model: ServedModel, request: TrainRequest) -> TrainRequestRecord:
     try:
-        size = model.store.store.info(model.store.blob_key(request.batch)).size
+        batch = model.store.find_blob(request.batch)
     except StoreError as e:
         if e.status != 404:
             raise
@@ -360,7 +360,7 @@ def _begin(model: ServedModel, request: TrainRequest) -> TrainRequestRecord:
     return model.store.begin_request(
         TrainRequestRecord(
             request=request.request_id,
-            batch=FileRef(sha256=request.batch, size=size),
+            batch=batch,
             config=request.config.model_dump(),
             head_step=model.step,
             head_manifest=model.head_key,

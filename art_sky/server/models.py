@@ -250,6 +250,12 @@ class Registry:
                 record = await asyncio.to_thread(_create, store, request)
             owner = f"server {socket.gethostname()} pid {os.getpid()}"
             writer = await asyncio.to_thread(store.open_writer, owner, self.store.lease_wait_seconds)
+            if writer.head is None and record.forked_from is not None:
+                # Not to be filled with an untrained adapter.
+                raise Conflict(
+                    f"{store.prefix} is a fork of {record.forked_from} that was broken off; make it again with "
+                    "the same `art-sky fork`, then register it"
+                )
             model = ServedModel(record.project, record.name, record, store, writer, template)
             if writer.head is None and await asyncio.to_thread(writer.adopt, INIT_REQUEST) is None:
                 if not out.exists():

@@ -2,13 +2,15 @@
 
     <project>/<model>/
       model.json                                   who it is, written once
-      blobs/<sha256>                               immutable bytes
+      blobs/<sha256>[.<nonce>]                     immutable bytes; why there may be copies: `art_sky.store.deletion`
       requests/<request>.json                      a train request, written before training
       requests/<request>.<n>.json                  its attempt n
       manifests/<step>-<request>-<generation>.json a step: its files, parent and metrics
       HEAD                                         the newest step
       refs/<name>                                  {"manifest": key}: a step that is never deleted
       deleted/<the manifest's name>                its files were deleted by `delete_checkpoints`
+      gc/<nonce>.json                              what somebody is about to delete
+      copies/<hash of a source>.json               what `art_sky.store.copy` brought from there
       history/, trajectories/, state.json          see `art_sky.store.history`
       leases/server                                who may commit, see `art_sky.store.writer`
     .models/<project>/<name>.json                  in lower case: the index of models, and what keeps twins out
@@ -25,7 +27,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -39,7 +41,18 @@ from art_sky.errors import (
     StoreError,
 )
 from art_sky.names import check_name
-from art_sky.schemas import AttemptRecord, FileRef, Head, Manifest, ModelRecord, Record, RequestId, TrainRequestRecord
+from art_sky.schemas import (
+    AttemptRecord,
+    BlobRoot,
+    FileRef,
+    Head,
+    Manifest,
+    ModelRecord,
+    Record,
+    RequestId,
+    TrainRequestRecord,
+)
+from art_sky.store import open_store
 from art_sky.store.history import RunLog
 from art_sky.store.keys import check_key
 from art_sky.store.os_errors import reported
@@ -108,7 +121,10 @@ class ModelStore(RunLog):
         self.project = check_name("project", project)
         self.name = check_name("model", name)
         super().__init__(store, f"{project}/{name}")
+        # Keys that somebody may still delete, whenever it comes; set by the writer. Nothing may rely on them.
+        self.condemned: set[str] = set()
         self._manifests: dict[str, Manifest] = {}  # they never change
+        self._roots: dict[str, ModelStore] = {}
 
     # --- the model ---
 
@@ -160,11 +176,13 @@ class ModelStore(RunLog):
     def manifest(self, key: str) -> Manifest:
         """The manifest at a key such as HEAD's `manifest`; not to be changed by the caller."""
         if key not in self._manifests:
-            name = key.removeprefix(self.prefix + "/")
+            name = self.name_of(key)
             try:
                 self._manifests[key] = self.read(Manifest, name)
             except ObjectNotFound as e:
-                raise CorruptObject(f"{self.where(name)} is referred to but missing; restore it from a backup") from e
+                raise CorruptObject(
+                    f"{self.where(name)} is referred to but missing; see `art-sky verify`", key=key
+                ) from e
         return self._manifests[key]
 
     def steps(self) -> list[Step]:
@@ -179,7 +197,9 @@ class ModelStore(RunLog):
         while key is not None:
             manifest = self.manifest(key)
             if step is not None and manifest.step != step - 1:
-                raise CorruptObject(f"step {step} of {self.prefix} follows step {manifest.step}; restore a backup")
+                raise CorruptObject(
+                    f"step {step} of {self.prefix} follows step {manifest.step}; see `art-sky verify`", key=key
+                )
             yield key, manifest
             key, step = manifest.parent, manifest.step
 
@@ -200,11 +220,29 @@ class ModelStore(RunLog):
     def put_blob(self, data: bytes | Path) -> FileRef:
         """Always writes: a blob that is not reachable from HEAD may be about to be deleted."""
         ref = file_ref(data)
-        self.store.put(self.blob_key(ref.sha256), data)
+        self.store.put(self.new_blob_key(ref.sha256), data)
         return ref
 
     def has_blob(self, sha256: str) -> bool:
-        return self._has(f"blobs/{sha256}")
+        """Whether this model itself holds it."""
+        try:
+            self.find_blob(sha256)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def find_blob(self, sha256: str) -> FileRef:
+        """Its hash and size; one that a fork's steps name elsewhere comes with its root. Raises ObjectNotFound."""
+        for _, key in self._places(FileRef(sha256=sha256, size=0)):
+            try:
+                return FileRef(sha256=sha256, size=self.store.info(key).size)
+            except ObjectNotFound:
+                continue
+        for _, manifest in self._reachable():
+            for ref in manifest.files.values():
+                if ref.sha256 == sha256 and ref.root is not None:
+                    return ref
+        raise ObjectNotFound(f"there is no blob {sha256} of {self.prefix} in {self.store.url}; upload it first")
 
     def read_blob(self, ref: FileRef) -> bytes:
         """Raises ObjectNotFound, or CorruptObject when the bytes are not those that were stored."""
@@ -213,22 +251,62 @@ class ModelStore(RunLog):
     def blob_key(self, sha256: str) -> str:
         return self.key(f"blobs/{sha256}")
 
+    def new_blob_key(self, sha256: str) -> str:
+        """Where to put a blob so that nobody's late delete can hit it."""
+        key = self.blob_key(sha256)
+        return f"{key}.{uuid.uuid4().hex}" if key in self.condemned else key
+
+    def open_blob(self, ref: FileRef) -> tuple[str, BinaryIO]:
+        """Where the blob is, for messages, and its bytes, which nobody checked. Raises ObjectNotFound."""
+        for store, key in self._places(ref):
+            try:
+                return f"{key!r} in {store.url}", store.open(key)
+            except ObjectNotFound:
+                continue
+        place = f"{self.blob_key(ref.sha256)!r} in {self.store.url}"
+        if ref.root is not None:
+            place += f", nor in {ref.root.model} of {ref.root.store or 'the same store'}, of which it is a fork"
+        raise ObjectNotFound(f"there is no {place}; see `art-sky verify`")
+
     def blob_blocks(self, ref: FileRef) -> Iterator[bytes]:
         """The blob piece by piece, for what does not fit into memory; a wrong hash is known only at the end."""
-        digest, size, name = hashlib.sha256(), 0, f"blobs/{ref.sha256}"
-        with self.store.open(self.key(name)) as source:
+        digest, size = hashlib.sha256(), 0
+        place, source = self.open_blob(ref)
+        with source:
             while True:
                 try:
                     block = source.read(_CHUNK)
                 except OSError as e:
-                    raise StoreError(f"cannot read {self.where(name)}: {e}; try again") from e
+                    raise StoreError(f"cannot read {place}: {e}; try again") from e
                 if not block:
                     break
                 digest.update(block)
                 size += len(block)
                 yield block
         if size != ref.size or digest.hexdigest() != ref.sha256:
-            raise self.corrupt(name, "its bytes do not match its hash")
+            raise CorruptObject(
+                f"{place} cannot be read: its bytes do not match its hash; `art-sky verify` says how to mend it"
+            )
+
+    def at(self, root: BlobRoot) -> ModelStore:
+        """The model that `root` names."""
+        where = f"{root.store or self.store.url}#{root.model}"
+        if where not in self._roots:
+            project, _, name = root.model.partition("/")
+            store = self.store if root.store is None else open_store(root.store)
+            self._roots[where] = ModelStore(store, project, name)
+        return self._roots[where]
+
+    def _places(self, ref: FileRef) -> Iterator[tuple[Store, str]]:
+        """Where the blob may be, the likeliest first. A fork that was copied whole has its own."""
+        own = self.blob_key(ref.sha256)
+        if own not in self.condemned:
+            yield self.store, own
+        if ref.root is not None:
+            yield from self.at(ref.root)._places(FileRef(sha256=ref.sha256, size=ref.size))
+        for info in self.store.list(own + "."):
+            if info.key not in self.condemned:
+                yield self.store, info.key
 
     def fetch_files(self, manifest: Manifest, folder: Path, prefix: str = "") -> Path:
         """Puts the files whose names start with `prefix` at `folder/<name>` and returns `folder`.
@@ -238,7 +316,7 @@ class ModelStore(RunLog):
         deleted, CorruptObject naming the object whose bytes are wrong.
         """
         wanted = {check_key(n): ref for n, ref in manifest.files.items() if n.startswith(prefix)}
-        self._refuse_deleted(manifest)
+        self.refuse_deleted(manifest)
         with reported("unpack a checkpoint", folder):
             missing = {n: ref for n, ref in wanted.items() if not _holds(folder / n, ref)}
             if not missing and folder.is_dir():
@@ -255,13 +333,13 @@ class ModelStore(RunLog):
                         (folder / name).parent.mkdir(parents=True, exist_ok=True)
                         (scratch / name).replace(folder / name)
             except ObjectNotFound:
-                self._refuse_deleted(manifest)  # deleted since it was asked for?
+                self.refuse_deleted(manifest)  # deleted since it was asked for?
                 raise
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)  # best effort: what stays is only in the way
         return folder
 
-    def _refuse_deleted(self, manifest: Manifest) -> None:
+    def refuse_deleted(self, manifest: Manifest) -> None:
         if self._has(f"deleted/{manifest_name(manifest)}"):
             raise NotFound(
                 f"the files of step {manifest.step} of {self.prefix} were deleted by delete_checkpoints; its record "
@@ -372,6 +450,11 @@ def file_ref(data: bytes | Path) -> FileRef:
         return FileRef(sha256=digest, size=file.tell())
 
 
+def blob_hash(key: str) -> str:
+    """The hash in the key of a blob or of a copy of it."""
+    return key.rpartition("/")[2].partition(".")[0]
+
+
 def check_request(request: str) -> str:
     """Returns a request id that may become part of a key, else raises InvalidInput."""
     try:
@@ -385,7 +468,7 @@ def _request(request: str) -> str:
 
 
 def _holds(path: Path, ref: FileRef) -> bool:
-    return path.is_file() and path.stat().st_size == ref.size and file_ref(path) == ref
+    return path.is_file() and path.stat().st_size == ref.size and file_ref(path).sha256 == ref.sha256
 
 
 def _renamed(scratch: Path, folder: Path) -> bool:

@@ -46,6 +46,9 @@ class Records:
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
 
+    def name_of(self, key: str) -> str:
+        return key.removeprefix(f"{self.prefix}/")
+
     def read(self, kind: type[R], name: str) -> R:
         """Raises ObjectNotFound when there is none."""
         return self.parse(kind, name, self.store.get(self.key(name)).data)
@@ -121,4 +124,5 @@ class Records:
         return f"{self.key(name)!r} in {self.store.url}"
 
     def corrupt(self, name: str, why: str) -> CorruptObject:
-        return CorruptObject(f"{self.where(name)} cannot be read: {why[:300]}; restore it from a backup")
+        message = f"{self.where(name)} cannot be read: {why[:300]}; see `art-sky verify`"
+        return CorruptObject(message, key=self.key(name))

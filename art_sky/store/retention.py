@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from art_sky.errors import InvalidInput, PreconditionFailed
 from art_sky.schemas import FileRef, HistoryRow
-from art_sky.store.model_store import Deletion, ModelStore, Step, manifest_name
+from art_sky.store.deletion import delete_objects
+from art_sky.store.model_store import Deletion, ModelStore, Step, blob_hash, manifest_name
 from art_sky.store.writer import Writer
 
 
@@ -29,16 +30,21 @@ def delete_checkpoints(writer: Writer, best_metric: str = "val/reward") -> list[
         named = model.refs().values()
         kept = {s.key: s for s in live if s is live[-1] or s.manifest.step == best or s.key in named}
         doomed = [s for s in live if s.key not in kept]
-        needed = _needed_blobs(model, kept.values())
+        _needed_blobs(model, kept.values())  # a record that cannot be read stops it before anything is marked
         for step in doomed:
             # Said before it is done: a reader that comes between finds the mark, not a damaged checkpoint.
             _mark(model, step)
-        stored = {info.key for info in model.store.list(model.key("blobs/"))}
+        # Whoever names a step looks for the mark afterwards (`add_ref`), and here the refs are read after the mark:
+        # one of the two sees the other.
+        named = model.refs().values()
+        for step in [step for step in doomed if step.key in named]:
+            model.store.delete(model.key(_mark_name(step)))
+            kept[step.key] = step
+            doomed.remove(step)
+        needed = _needed_blobs(model, kept.values())
         # Also those of steps marked before: the process may have been killed before it deleted them.
-        for blob in sorted(_blobs(s for s in steps if s.key not in kept) - needed):
-            if model.blob_key(blob) in stored:
-                writer.check()
-                model.store.delete(model.blob_key(blob))
+        unneeded = _blobs(s for s in steps if s.key not in kept) - needed
+        delete_objects(writer, (i.key for i in model.store.list(model.key("blobs/")) if blob_hash(i.key) in unneeded))
         return [step.manifest.step for step in doomed]
 
 
@@ -86,8 +92,10 @@ def _hashes(refs: Iterable[FileRef]) -> set[str]:
 
 def _mark(model: ModelStore, step: Step) -> None:
     try:
-        model.create_record(
-            f"deleted/{manifest_name(step.manifest)}", Deletion(step=step.manifest.step, deleted=time.time())
-        )
+        model.create_record(_mark_name(step), Deletion(step=step.manifest.step, deleted=time.time()))
     except PreconditionFailed:
         return  # marked before
+
+
+def _mark_name(step: Step) -> str:
+    return f"deleted/{manifest_name(step.manifest)}"

@@ -27,6 +27,7 @@ from art_sky.errors import (
     StoreError,
 )
 from art_sky.schemas import FileRef, Head, Manifest
+from art_sky.store.deletion import read_condemned
 from art_sky.store.failpoints import failpoint
 from art_sky.store.history import finite_metrics
 from art_sky.store.model_store import NO_STEP, check_request, file_ref, manifest_name
@@ -50,6 +51,8 @@ class Writer:
         self._lease = model.store.acquire(model.key(LEASE), owner, wait_seconds)
         try:
             self._head, self._etag = self._fence()
+            # After the fence: who writes such a list later finds that HEAD is not theirs, and deletes nothing.
+            model.condemned |= read_condemned(model)
             chain = model.chain(self._head.manifest or None)
             self._applied = {manifest.request: key for key, manifest in chain}
         except BaseException:
@@ -132,6 +135,8 @@ class Writer:
             if (known := self._applied.get(request)) is not None:
                 return self.model.manifest(known)
             for name in reversed(self.model.names(f"manifests/{self._head.step + 1:08d}-{request}-")):
+                if self.model.key(name) in self.model.condemned:
+                    continue
                 try:
                     manifest = self.model.read(Manifest, name)
                 except CorruptObject:
@@ -153,6 +158,34 @@ class Writer:
     def check(self) -> None:
         """Raises LeaseLost when another process may own the model now."""
         self._lease.check()
+
+    def confirm(self) -> None:
+        """Asks the store itself, not only the clock. Raises LeaseLost when another writer took over."""
+        self._lease.check()
+        if self.model.store.get(self.model.key("HEAD")).etag != self._etag:
+            raise LeaseLost(f"another process took over {self.model.prefix}; stop one of the two")
+
+    def fast_forward(self, head: Head) -> None:
+        """Moves HEAD to the step of `head`, which another store reached from here; its manifests must be stored.
+
+        Raises Conflict when the present step is not among its ancestors.
+        """
+        with self.exclusive():
+            if head.manifest == self._head.manifest and head.attempt == self._head.attempt:
+                return
+            added: dict[str, str] = {}
+            for key, manifest in self.model.chain(head.manifest):
+                if key == self._head.manifest:
+                    break
+                added[manifest.request] = key
+            else:
+                if self._head.manifest:
+                    raise Conflict(
+                        f"step {head.step} does not continue step {self._head.step} of {self.model.prefix} in "
+                        f"{self.model.store.url}: the histories differ; fork the one you want under another name"
+                    )
+            self._write_head(step=head.step, manifest=head.manifest, attempt=head.attempt)
+            self._applied |= added
 
     def close(self) -> None:
         """Gives the lease back; another process may open a writer at once."""
@@ -194,15 +227,16 @@ class Writer:
 
     def _store_files(self, files: Mapping[str, Path | FileRef]) -> dict[str, FileRef]:
         head_files = self.model.manifest(self._head.manifest).files if self._head.manifest else {}
-        kept = {ref.sha256 for ref in head_files.values()}  # reachable from HEAD: nobody may delete them
+        kept = {ref.sha256: ref for ref in head_files.values()}  # reachable from HEAD: nobody may delete them
         stored = {}
         for name, source in sorted(files.items()):
             ref = file_ref(source) if isinstance(source, Path) else source
-            if ref.sha256 not in kept:
-                if isinstance(source, Path):
-                    self.model.store.put(self.model.blob_key(ref.sha256), source)
-                else:
-                    self._verify(name, ref)
+            if ref.sha256 in kept:
+                ref = kept[ref.sha256]
+            elif isinstance(source, Path):
+                self.model.store.put(self.model.new_blob_key(ref.sha256), source)
+            else:
+                self._verify(name, ref)
             stored[name] = ref
         return stored
 
@@ -224,12 +258,13 @@ class Writer:
         return True
 
     def _advance(self, name: str, manifest: Manifest) -> None:
-        head = self._head.model_copy(
-            update={"step": manifest.step, "manifest": self.model.key(name), "nonce": uuid.uuid4().hex}
-        )
+        self._write_head(step=manifest.step, manifest=self.model.key(name))
+        self._applied[manifest.request] = self._head.manifest
+
+    def _write_head(self, **values: Any) -> None:
+        head = self._head.model_copy(update={**values, "nonce": uuid.uuid4().hex})
         self._etag = self._swap_head(to_json(head))
         self._head = head
-        self._applied[manifest.request] = head.manifest
 
     def _swap_head(self, data: bytes) -> str:
         """Swaps HEAD from this writer's last version. When no answer came, reading back tells what happened."""

@@ -1,0 +1,66 @@
+"""`art-sky gc`."""
+
+from __future__ import annotations
+
+import click
+
+from art_sky.cli.output import json_option, print_json, size, stderr, stdout, table
+from art_sky.cli.stores import chosen_store, find_model, lease_owner, store_options, whole_model
+from art_sky.store.gc import GRACE_SECONDS, Garbage, collect, find_garbage
+from art_sky.store.model_store import ModelStore, list_models
+
+
+@click.command()
+@click.argument("model", metavar="[MODEL]", required=False)
+@click.option("--delete", is_flag=True, help="Delete it; without this nothing is changed.")
+@click.option(
+    "--grace-hours",
+    type=click.FloatRange(0),
+    default=GRACE_SECONDS / 3600,
+    show_default=True,
+    help="Leave what is younger than this: somebody may be about to use it.",
+)
+@store_options
+@json_option
+def command(
+    model: str | None, delete: bool, grace_hours: float, url: str | None, cluster: str | None, as_json: bool
+) -> None:
+    """Find what no step needs; with --delete, delete it.
+
+    That is what crashes left, batches that were uploaded and never trained on, and leftovers of broken uploads. What
+    HEAD, a tag, a fork or a waiting train request needs stays. To delete, no server may have the model meanwhile.
+    """
+    store = chosen_store(url, cluster)
+    models = [ModelStore(store, *names) for names in list_models(store)] if model is None else []
+    if model is not None:
+        models = [find_model(store, whole_model(model))]
+    found: list[tuple[ModelStore, Garbage]] = []
+    for one in models:
+        with stderr().status(f"looking through {one.prefix}"):
+            if delete:
+                with one.open_writer(lease_owner("gc"), store.lease_wait_seconds) as writer:
+                    found.append((one, collect(writer, grace_hours * 3600)))
+            else:
+                found.append((one, find_garbage(one, grace_hours * 3600)))
+    if as_json:
+        return print_json(
+            {
+                "store": store.url,
+                "deleted": delete,
+                "models": [
+                    {
+                        "model": one.prefix,
+                        "objects": [info.key for info in garbage.objects],
+                        "bytes": garbage.size,
+                        "younger": [info.key for info in garbage.young],
+                        "uploads": garbage.uploads,
+                    }
+                    for one, garbage in found
+                ],
+            }
+        )
+    rows = [(one.prefix, len(g.objects), size(g.size), len(g.young), g.uploads if delete else None) for one, g in found]
+    columns = ["model", "#objects", "#bytes", "#younger, kept", "#broken uploads"]
+    stdout().print(table(f"{'Deleted' if delete else 'Not needed'} in {store.url}", columns, rows))
+    if not delete and any(garbage.objects for _, garbage in found):
+        stdout().print("Nothing was changed. Delete it with --delete.")

@@ -1,0 +1,146 @@
+"""push, pull, fork, gc, verify, check, export, tag and diff from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_store import make_model
+
+from art_sky.cli import main as cli_main
+from art_sky.cli.output import size
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as exit:
+        cli_main.main(args)
+    assert isinstance(exit.value.code, int)
+    return exit.value.code
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ART_SKY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / ".art-sky", "proj", "agent", 3)
+
+
+def document(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(*args, "--json") == code
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_push_and_pull(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("push", "agent", "--to", "bucket") == 0
+    out = capsys.readouterr().out
+    assert "proj/agent in file://" in out and "at step 3: copied 1 blobs (2 B)" in out
+    assert run("push", "agent", "--to", "bucket") == 0
+    assert "Nothing new" in capsys.readouterr().out
+    pulled = document(capsys, "pull", "agent", "--from", "bucket", "--store", "elsewhere")
+    assert pulled["step"] == 3 and pulled["blobs"] == 1 and not pulled["unchanged"]
+    assert run("steps", "agent", "--store", "elsewhere") == 0
+    assert "0.75" in capsys.readouterr().out
+    assert run("pull", "agent@1", "--from", "bucket") == 2
+    assert "without a step" in capsys.readouterr().err
+    assert run("pull", "agnet", "--from", "bucket") == 1
+    assert "did you mean 'agent'?" in capsys.readouterr().err
+    assert run("push", "agent") == 2
+    assert "--to" in capsys.readouterr().err
+
+
+def test_fork(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fork", "agent@1", "child") == 0
+    assert "proj/child in file://" in (out := capsys.readouterr().out) and "no bytes were copied" in out
+    made = document(capsys, "fork", "agent", "other/child", "--to", "bucket", "--copy")
+    assert made["model"] == "other/child" and made["copied"] and made["copied_because"] == "it was asked for"
+    assert run("steps", "proj/child") == 0
+    assert "forked from proj/agent@1" in capsys.readouterr().out
+    assert run("fork", "agent", "child") == 1
+    assert "exists already" in capsys.readouterr().err
+    assert run("fork", "agent@x", "child2") == 1
+    assert "a step is a number" in capsys.readouterr().err
+    assert run("fork", "agent", "../child") == 1
+    assert "not a valid name" in capsys.readouterr().err
+
+
+def test_gc_is_a_dry_run_until_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blob = tmp_path / ".art-sky" / "proj" / "agent" / "blobs" / ("0" * 64)
+    blob.write_bytes(b"12345")
+    assert run("gc") == 0
+    assert "Nothing was changed" not in capsys.readouterr().out, "it is younger than the grace period"
+    assert run("gc", "--grace-hours", "0") == 0
+    assert "Nothing was changed. Delete it with --delete." in capsys.readouterr().out
+    dry = document(capsys, "gc", "agent", "--grace-hours", "0")
+    assert not dry["deleted"] and dry["models"][0]["bytes"] == 5 and blob.exists()
+    done = document(capsys, "gc", "agent", "--grace-hours", "0", "--delete")
+    assert done["models"][0]["objects"] == dry["models"][0]["objects"] and not blob.exists()
+    assert run("verify", "agent") == 0
+
+
+def test_verify_and_mend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("push", "agent", "--to", "bucket") == 0
+    assert run("verify", "agent") == 0
+    assert "all whole" in capsys.readouterr().out
+    for blob in (tmp_path / ".art-sky" / "proj" / "agent" / "blobs").iterdir():
+        blob.write_bytes(b"[]")
+    assert run("verify", "agent") == 1
+    out = capsys.readouterr().out
+    assert "damaged: proj/agent/blobs/" in out and "steps 0, 1, 2, 3" in out and "--mend-from" in out
+    report = document(capsys, "verify", "agent", code=1)
+    assert [d["problem"] for d in report["damages"]] == ["damaged"]
+    assert document(capsys, "verify", "agent", "--mend-from", "empty", code=1)["mended"] == []
+    assert len(document(capsys, "verify", "agent", "--mend-from", "bucket")["mended"]) == 1
+
+
+def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "bucket") == 0
+    out = capsys.readouterr().out
+    assert "training: safe" in out and "a stale swap is refused" in out
+    assert document(capsys, "check")["safe_to_train"]
+    (tmp_path / "file").write_text("x")
+    assert run("check", "file") == 1
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("export", "agent@1", "out") == 0
+    assert "its base model is tiny" in capsys.readouterr().out
+    assert (tmp_path / "out" / "adapter_config.json").read_text() == "{}"
+    assert run("export", "agent@1", "out") == 1
+    assert "exists already" in capsys.readouterr().err
+    assert document(capsys, "export", "agent", "newest")["step"] == 3
+
+
+def test_tag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tag", "agent@1", "good") == 0
+    assert "good is proj/agent@1" in capsys.readouterr().out
+    assert document(capsys, "tag", "agent", "newest")["step"] == 3
+    assert [s["tags"] for s in document(capsys, "steps", "agent")["steps"]] == [[], ["good"], [], ["newest"]]
+    assert run("steps", "agent") == 0
+    assert "good" in capsys.readouterr().out
+    assert run("tag", "agent@2", "good") == 1
+    assert "is step 1 already" in capsys.readouterr().err
+    assert run("tag", "agent@9", "x") == 1
+    assert "no step 9; its steps are 0 to 3" in capsys.readouterr().err
+    assert run("tag", "agent", "fork-x") == 2
+    assert run("tag", "agent", "good", "--delete") == 0
+    assert run("tag", "agent", "good", "--delete") == 1
+    assert "has no tag 'good'" in capsys.readouterr().err
+
+
+def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diff", "agent@1", "agent") == 0
+    out = capsys.readouterr().out
+    assert "proj/agent@1" in out and "proj/agent@3" in out and "0.75" in out and "The settings are the same" in out
+    found = document(capsys, "diff", "agent@0", "agent@1")
+    assert {"name": "train/reward", "a": 0.0, "b": 0.1} in found["metrics"] and found["same_files"]
+
+
+def test_size() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 1536 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "5.0 TiB"]
