@@ -82,7 +82,6 @@ def _send_parts(
     client: Client, name: str, upload: dict[str, Any], size: int, read: Callable[[int, int], bytes], checksums: bool
 ) -> list[dict[str, Any]]:
     length = max(UPLOAD_PART, -(-size // MAX_PARTS))
-    length += -length % (1 << 20)
 
     def send(number: int) -> dict[str, Any]:
         offset = (number - 1) * length

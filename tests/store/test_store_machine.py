@@ -7,6 +7,7 @@ is the fencing by HEAD.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 from collections.abc import Iterator
@@ -50,9 +51,10 @@ class DeafLease:
 
 
 class Bucket:
-    """What all servers share."""
+    """What all servers share. With `content_etags` equal bytes have equal etags, as in S3."""
 
-    def __init__(self) -> None:
+    def __init__(self, content_etags: bool) -> None:
+        self.content_etags = content_etags
         self.objects: dict[str, StoredObject] = {}
         self.versions = itertools.count(1)
         self.generations = itertools.count(1)
@@ -103,7 +105,7 @@ class FragileStore:
         return DeafLease(next(self.bucket.generations))
 
     def _write(self, key: str, data: bytes) -> str:
-        etag = str(next(self.bucket.versions))
+        etag = hashlib.md5(data).hexdigest() if self.bucket.content_etags else str(next(self.bucket.versions))
         self._step(lambda: self.bucket.objects.update({key: StoredObject(data, etag)}))
         return etag
 
@@ -137,9 +139,9 @@ REQUEST = st.sampled_from(["a", "b", "c", "d"])
 
 
 class Servers(RuleBasedStateMachine):
-    @initialize()
-    def begin(self) -> None:
-        self.bucket = Bucket()
+    @initialize(content_etags=st.booleans())
+    def begin(self, content_etags: bool) -> None:
+        self.bucket = Bucket(content_etags)
         self.stores = [FragileStore(self.bucket) for _ in range(2)]
         self.writers: list[Writer | None] = [None, None]
         self.newest = -1  # the server that took the model last
