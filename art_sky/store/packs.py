@@ -7,7 +7,7 @@
 Objects never change and are named by their hash and by the push that wrote them. The manifest is swapped last, so
 that a reader sees the folder of before or the folder of after; then what no file is in any more is deleted. Every
 file is checked against its hash when it is read. Kept are contents, paths and whether a file is executable; empty
-folders are not.
+folders are not. A push that was killed leaves objects that nothing refers to.
 """
 
 from __future__ import annotations
@@ -83,16 +83,17 @@ def push_folder(store: Store, prefix: str, folder: str | os.PathLike[str], *, pa
         return Synced(0, 0, 0)
     data = _manifest_bytes(push.files)
     key = f"{prefix}/manifest.json.zst"
+    old = {entry.key for entry in before.values()}
+    new = {entry.key for entry in push.files.values()}
     try:
         if etag is None:
             store.create(key, data)
         else:
             store.swap(key, data, etag)
     except (PreconditionFailed, ObjectNotFound) as e:
+        _delete(store, prefix, new - old)
         raise Conflict(f"{prefix!r} in {store.url} was pushed to by another process meanwhile; push again") from e
-    used = {entry.key for entry in push.files.values()}
-    for old in sorted({entry.key for entry in before.values()} - used):
-        store.delete(f"{prefix}/{old}")
+    _delete(store, prefix, old - new)
     return push.synced
 
 
@@ -218,6 +219,11 @@ class _Transfers:
         for transfer in self._running:
             transfer.result()
         self._running = []
+
+
+def _delete(store: Store, prefix: str, keys: set[str]) -> None:
+    for key in sorted(keys):
+        store.delete(f"{prefix}/{key}")
 
 
 def _fetch(store: Store, key: str, parts: list[tuple[str, Entry]], root: Path) -> None:

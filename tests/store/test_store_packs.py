@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_servers
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_sky.errors import Conflict, CorruptObject, InvalidInput, ObjectNotFound, StoreError
-from art_sky.store import packs
+from art_sky.store import open_store, packs
 from art_sky.store.folder import FolderStore
 from art_sky.store.packs import pull_folder, push_folder
 from art_sky.store.protocol import StoredObject
@@ -115,6 +116,17 @@ def test_an_empty_folder_is_not_an_absent_one(store: Counted, tmp_path: Path) ->
         push_folder(store, "p", tmp_path / "mistyped")
 
 
+def test_a_bucket(moto: str, tmp_path: Path) -> None:
+    store = open_store(s3_servers.store_url(moto))
+    with pytest.raises(ObjectNotFound):
+        pull_folder(store, "p", tmp_path / "b")
+    source = write(tmp_path / "a", big=os.urandom(packs.PACK_BELOW), d__small="s", ä="")
+    for files in (3, 0):
+        assert push_folder(store, "p", source).files == files
+        assert pull_folder(store, "p", tmp_path / "b").files == files
+    assert contents(tmp_path / "b") == contents(source)
+
+
 names = st.text("abä .", min_size=1, max_size=3).filter(lambda n: n not in (".", ".."))
 trees = st.dictionaries(names | st.tuples(names, names).map("/".join), st.binary(max_size=6), max_size=6)
 
@@ -189,6 +201,7 @@ def test_two_pushes_at_once_do_not_mix(store: Counted, tmp_path: Path) -> None:
             push_folder(Slow(store.root), "p", source)
         pull_folder(store, "p", tmp_path / "b")
         assert contents(tmp_path / "b") == contents(other)
+        assert len(list(store.list("p/packs/"))) == 1  # the loser took back what it had sent
 
 
 def test_a_file_that_changes_while_it_is_sent(store: Counted, tmp_path: Path) -> None:
