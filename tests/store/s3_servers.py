@@ -126,17 +126,18 @@ def moto() -> Iterator[str]:
 def _make_bucket(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
     s3 = client(endpoint)
     end = time.monotonic() + START_SECONDS
+    made = False
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"weed ended: {log.read_text(errors='replace')[-2000:]}")
         try:
-            s3.create_bucket(Bucket=BUCKET)
-            s3.put_object(Bucket=BUCKET, Key="begin", Body=b"")
+            if not made:
+                s3.create_bucket(Bucket=BUCKET)
+                made = True
+            s3.put_object(Bucket=BUCKET, Key="begin", Body=b"x" * 10_000)  # the first one takes seconds
             return
         except (BotoCoreError, ClientError) as e:
-            if isinstance(e, ClientError) and e.response["Error"]["Code"] == "BucketAlreadyExists":
-                s3.put_object(Bucket=BUCKET, Key="begin", Body=b"")
-                return
+            made = made or (isinstance(e, ClientError) and e.response["Error"]["Code"] == "BucketAlreadyExists")
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)

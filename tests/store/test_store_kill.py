@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import s3_servers
 import store_workers
 
 from art_sky.store import open_store
@@ -51,7 +52,18 @@ def check_whole(url: str, scratch: Path, said: list[int]) -> int:
     ],
 )  # fmt: skip
 def test_killed_at_a_failpoint(tmp_path: Path, failpoint: str, steps_left: int) -> None:
-    url = (tmp_path / "s").as_uri()
+    kill_and_resume((tmp_path / "s").as_uri(), tmp_path, failpoint, steps_left)
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "steps_left"), [("after-blobs", 0), ("after-manifest:3", 2), ("after-head:3", 3)]
+)
+def test_killed_with_the_store_in_a_bucket(seaweedfs: str, tmp_path: Path, failpoint: str, steps_left: int) -> None:
+    """The dead process's lease is waited for."""
+    kill_and_resume(s3_servers.store_url(seaweedfs, lease_ttl=4), tmp_path, failpoint, steps_left)
+
+
+def kill_and_resume(url: str, tmp_path: Path, failpoint: str, steps_left: int) -> None:
     killed = run(url, tmp_path / "w", failpoint)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert check_whole(url, tmp_path / "c", committed(killed)) == steps_left
