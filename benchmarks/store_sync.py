@@ -10,7 +10,8 @@ not the limit; both on this machine. Ours is `push_folder` and `pull_folder` of 
     unchanged                   the same files once more, with nothing to do
     large_up, large_down        one file of 256 MiB
 
-Every tool, ours too, is a process of its own; its start and imports count. One JSON line a case and server: `ours`
+Files are in memory where the machine has /dev/shm, so that the disk is not the limit either. Every tool, ours too, is
+a process of its own; its start and imports count. One JSON line a case and server: `ours`
 and `peers` are medians of interleaved rounds, wall seconds and the CPU seconds of the client; `ratio` is s5cmd's by
 ours, more is better, `notes` has those of the others and how many requests each sent (seen by the stub). The peers
 are installed into a virtual environment under the user's cache folder.
@@ -240,7 +241,8 @@ def main() -> None:
     if unknown := set(options.only) - CASES.keys():
         parser.error(f"unknown cases {', '.join(sorted(unknown))}; known are {', '.join(CASES)}")
     tools = installed_peers()
-    with tempfile.TemporaryDirectory() as folder:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         scratch = Path(folder)
         make_files(scratch)
         os.environ.update(LOGIN)

@@ -1,13 +1,13 @@
 """A folder in a store: small files travel together in packs, and a sync in which nothing changed is one request.
 
-    <prefix>/manifest.json.zst      for each path, which bytes of which object it is
-    <prefix>/packs/<sha256>-<push>  small files one after the other
-    <prefix>/files/<sha256>-<push>  one large file
+    <prefix>/manifest.json.zst  for each path its hash, and which bytes of which object it is
+    <prefix>/packs/<push>-<n>   small files one after the other
+    <prefix>/files/<push>-<n>   one large file
 
-Objects never change and are named by their hash and by the push that wrote them. The manifest is swapped last, so
-that a reader sees the folder of before or the folder of after; then what no file is in any more is deleted. Every
-file is checked against its hash when it is read. Kept are contents, paths and whether a file is executable; empty
-folders are not. A push that was killed leaves objects that nothing refers to.
+Objects never change, and no two pushes write the same one. The manifest is swapped last, so that a reader sees the
+folder of before or the folder of after; then what no file is in any more is deleted. A content that is there already
+is not sent again. Every file is checked against its hash when it is read. Kept are contents, paths and whether a file
+is executable; empty folders are not. A push that was killed leaves objects that nothing refers to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ TRANSFERS = 8  # objects in flight, each small or streamed
 MAX_MANIFEST = 1 << 30
 READ_TRIES = 3
 _CHUNK = 1 << 20
-_OBJECT = re.compile(r"(packs|files)/[0-9a-f]{64}-[0-9a-f]{8}")
+_OBJECT = re.compile(r"(packs|files)/[0-9a-f]{32}-[0-9]{1,9}")
 
 T = TypeVar("T")
 
@@ -78,6 +78,7 @@ def push_folder(store: Store, prefix: str, folder: str | os.PathLike[str], *, pa
         for path, name in _walk(root):
             push.add(path, name)
         push.flush()
+        push.settle()
         transfers.wait()
     if push.files == before and etag is not None:
         return Synced(0, 0, 0)
@@ -137,7 +138,10 @@ class _Push:
         self._store, self._prefix, self._transfers = store, prefix, transfers
         self._there = dict(there)  # by content
         self._pack_below = pack_below
-        self._id = uuid.uuid4().hex[:8]  # two pushes never write the same object, so that one may delete its own
+        self._sizes = {entry.size for entry in there.values()}
+        self._hashing: list[tuple[str, Entry, Future[str]]] = []  # path, entry without its hash
+        self._id = uuid.uuid4().hex  # two pushes never write the same object, so that one may delete its own
+        self._named = 0
         self._pack: dict[str, bytes] = {}  # small contents that are not there yet, by hash
         self._packed: list[tuple[str, str, bool]] = []  # path, hash and mode of the files that wait for the pack
         self._pack_size = 0
@@ -146,31 +150,41 @@ class _Push:
         with reported("read a file", path), path.open("rb") as file:
             found = os.fstat(file.fileno())
             executable = bool(found.st_mode & stat.S_IXUSR)
-            small = found.st_size < self._pack_below
-            data = file.read() if small else b""
-            sha256 = (hashlib.sha256(data) if small else hashlib.file_digest(file, "sha256")).hexdigest()
+            if found.st_size < self._pack_below:
+                data = file.read()
+                sha256 = hashlib.sha256(data).hexdigest()
+            elif found.st_size in self._sizes:
+                self.settle()
+                data, sha256 = b"", hashlib.file_digest(file, "sha256").hexdigest()
+            else:
+                # Nothing that could be the same: it is hashed while it is sent.
+                self._send_file(path, name, found, None)
+                return
         known = self._there.get(sha256)
         if known is not None:
             self.files[name] = Entry(sha256, known.size, known.key, known.offset, executable)
-        elif small:
+        elif found.st_size >= self._pack_below:
+            self._send_file(path, name, found, sha256)
+        else:
             self._packed.append((name, sha256, executable))
             if sha256 not in self._pack:
                 self._pack[sha256] = data
                 self._pack_size += len(data)
             if self._pack_size >= PACK_BYTES:
                 self.flush()
-        else:
-            entry = Entry(sha256, found.st_size, f"files/{sha256}-{self._id}", 0, executable)
-            self.files[name] = self._there[sha256] = entry
-            self._count(1, 1, entry.size)
-            self._transfers.start(partial(self._send_file, path, entry, found))
+
+    def settle(self) -> None:
+        """Waits for the hashes of the large files that are on their way, and enters them."""
+        for name, entry, hashing in self._hashing:
+            self.files[name] = self._there[hashing.result()] = replace(entry, sha256=hashing.result())
+        self._hashing = []
 
     def flush(self) -> None:
         """Sends the pack that was collected."""
         if not self._packed:
             return
         data = b"".join(self._pack.values())
-        key = f"packs/{hashlib.sha256(data).hexdigest()}-{self._id}"
+        key = self._name("packs")
         offset = 0
         for sha256, content in self._pack.items():
             self._there[sha256] = Entry(sha256, len(content), key, offset)
@@ -182,14 +196,31 @@ class _Push:
         self._transfers.start(partial(self._store.put, f"{self._prefix}/{key}", data))
         self._pack, self._packed, self._pack_size = {}, [], 0
 
-    def _send_file(self, path: Path, entry: Entry, read: os.stat_result) -> None:
-        self._store.put(f"{self._prefix}/{entry.key}", path)
+    def _send_file(self, path: Path, name: str, read: os.stat_result, sha256: str | None) -> None:
+        entry = Entry(sha256 or "", read.st_size, self._name("files"), 0, bool(read.st_mode & stat.S_IXUSR))
+        self._sizes.add(entry.size)
+        hashing = None
+        if sha256 is None:
+            hashing = self._transfers.start(partial(_hash, path))
+            self._hashing.append((name, entry, hashing))
+        else:
+            self.files[name] = self._there[sha256] = entry
+        self._count(1, 1, entry.size)
+        self._transfers.start(partial(self._put_file, path, entry.key, read, hashing))
+
+    def _put_file(self, path: Path, key: str, read: os.stat_result, hashing: Future[str] | None) -> None:
+        self._store.put(f"{self._prefix}/{key}", path)
+        if hashing is not None:
+            hashing.result()  # it began before this
         with reported("read a file", path):
             after = path.stat()
         if (after.st_mtime_ns, after.st_size) != (read.st_mtime_ns, read.st_size):
-            # What was sent has another hash than its name; nothing refers to it yet.
-            self._store.delete(f"{self._prefix}/{entry.key}")
+            self._store.delete(f"{self._prefix}/{key}")
             raise StoreError(f"{path} changed while it was sent; push again when nobody writes it")
+
+    def _name(self, kind: str) -> str:
+        self._named += 1
+        return f"{kind}/{self._id}-{self._named}"
 
     def _count(self, files: int, objects: int, size: int) -> None:
         before = self.synced
@@ -209,16 +240,23 @@ class _Transfers:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def start(self, transfer: Callable[[], T]) -> None:
+    def start(self, transfer: Callable[[], T]) -> Future[T]:
         """Waits for a place, so that no more than TRANSFERS packs are in memory; raises what an earlier one raised."""
         if len(self._running) >= TRANSFERS:
             self._running.pop(0).result()
-        self._running.append(self._pool.submit(transfer))
+        future = self._pool.submit(transfer)
+        self._running.append(future)
+        return future
 
     def wait(self) -> None:
         for transfer in self._running:
             transfer.result()
         self._running = []
+
+
+def _hash(path: Path) -> str:
+    with reported("read a file", path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _delete(store: Store, prefix: str, keys: set[str]) -> None:

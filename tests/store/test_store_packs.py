@@ -75,9 +75,15 @@ def test_small_files_travel_together_and_no_change_is_one_request(store: Counted
 def test_large_files_are_objects_of_their_own(store: Counted, tmp_path: Path) -> None:
     source = write(tmp_path / "a", big=os.urandom(packs.PACK_BELOW), small="s", twin__big=b"", twin__small="s")
     (source / "twin" / "big").write_bytes((source / "big").read_bytes())
-    assert push_folder(store, "p", source).objects == 2
+    write(source, unlike=bytes(packs.PACK_BELOW))  # of the same size
+    assert push_folder(store, "p", source).objects == 3
     pull_folder(store, "p", tmp_path / "b")
     assert contents(tmp_path / "b") == contents(source)
+    (source / "moved").write_bytes((source / "big").read_bytes())
+    (source / "big").unlink()
+    assert push_folder(store, "p", source).objects == 0
+    pull_folder(store, "p", tmp_path / "c")
+    assert contents(tmp_path / "c") == contents(source)
 
 
 def test_packs_are_bounded(store: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +245,7 @@ def test_links_cannot_lead_out(store: Counted, tmp_path: Path) -> None:
         push_folder(store, "p", source)
 
 
-ENTRY = {"sha256": "a" * 64, "size": 1, "key": f"packs/{'a' * 64}-{'0' * 8}", "offset": 0, "executable": False}
+ENTRY = {"sha256": "a" * 64, "size": 1, "key": f"packs/{'a' * 32}-1", "offset": 0, "executable": False}
 
 
 @pytest.mark.parametrize(
