@@ -7,19 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from s3_servers import store_url
 
 from art_sky.config import LoRAConfig
 from art_sky.errors import Conflict, CorruptObject, InvalidInput, LeaseLost, NotFound, StoreError
 from art_sky.schemas import FileRef, ModelRecord, TrainRequestRecord
 from art_sky.store import open_store
 from art_sky.store.batches import encode_batch
+from art_sky.store.check import check_store
 from art_sky.store.copy import copy_model
 from art_sky.store.deletion import Condemned
 from art_sky.store.diff import diff_steps
 from art_sky.store.export import export_adapter
 from art_sky.store.fork import fork_model
 from art_sky.store.gc import collect, find_garbage
-from art_sky.store.model_store import ModelStore
+from art_sky.store.model_store import ModelStore, Ref
 from art_sky.store.refs import add_ref, delete_ref, find_step
 from art_sky.store.retention import delete_checkpoints
 from art_sky.store.verify import mend, verify_model
@@ -378,6 +380,57 @@ def test_what_somebody_may_still_delete_is_put_elsewhere(tmp_path: Path) -> None
     with reader.open_writer("gc") as writer:
         assert collect(writer, 0).objects == []
     assert whole(model) == []
+
+
+def test_a_ref_keeps_a_step_that_head_does_not_reach(tmp_path: Path) -> None:
+    model = make(tmp_path / "s")
+    aside = model.put_blob(b"aside")
+    manifest = model.manifest_at(3).model_copy(update={"request": "aside", "files": {"f": aside}})
+    model.create_record("manifests/00000003-aside-1.json", manifest)
+    model.create_record("refs/aside", Ref(manifest="p/m/manifests/00000003-aside-1.json"))
+    with model.open_writer("gc") as writer:
+        assert collect(writer, 0).objects == []
+    delete_ref(model, "aside")
+    assert len(find_garbage(model, 0).objects) == 2
+
+
+def test_a_manifest_that_somebody_may_still_delete_is_not_adopted(tmp_path: Path) -> None:
+    model = make(tmp_path / "s")
+    head = model.steps()[-1]
+    manifest = head.manifest.model_copy(update={"step": 4, "parent": head.key, "request": "r4"})
+    model.create_record("manifests/00000004-r4-1.json", manifest)
+    model.create_record("gc/sleeper.json", Condemned(keys=["p/m/manifests/00000004-r4-1.json"]))
+    with fresh(model).open_writer("test") as writer:
+        assert writer.adopt("r4") is None
+    model.store.delete("p/m/gc/sleeper.json")
+    with fresh(model).open_writer("test") as writer:
+        assert writer.adopt("r4") == manifest
+
+
+# --- in a bucket ---
+
+
+def test_a_bucket(moto: str, tmp_path: Path) -> None:
+    laptop = make(tmp_path / "s")
+    bucket = ModelStore(open_store(store_url(moto)), "p", "m")
+    check = check_store(bucket.store)
+    assert check.safe_to_train, [t for t in check.trials if not t.ok]
+    assert copy_model(laptop, bucket, "test").step == 3 and copy_model(laptop, bucket, "test").unchanged
+    child = ModelStore(bucket.store, "p", "child")
+    assert fork_model(bucket, 1, child, "test", created_by="test").copied is None
+    here = ModelStore(laptop.store, "p", "here")
+    assert fork_model(bucket, 2, here, "test", created_by="test").copied is None
+    there = ModelStore(bucket.store, "p", "there")
+    copied = fork_model(laptop, 2, there, "test", created_by="test").copied
+    assert copied is not None and "cannot be read from every machine" in copied
+    garbage = bucket.put_blob(b"garbage")
+    with bucket.open_writer("clean") as writer:
+        delete_checkpoints(writer)
+        assert [i.key for i in collect(writer, 0).objects] == [bucket.blob_key(garbage.sha256)]
+    assert weights(child, 0) == b"weights 1" and weights(here, 0) == weights(there, 0) == b"weights 2"
+    assert [whole(m) for m in (bucket, child, here, there)] == [[], [], [], []]
+    pulled = ModelStore(open_store(str(tmp_path / "pulled")), "p", "child")
+    assert copy_model(child, pulled, "test").step == 0 and weights(pulled, 0) == b"weights 1"
 
 
 # --- verify and mend ---
