@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
 
 from art_sky.base_models import SMOLLM2, resolve
 from art_sky.client.gather import gather_trajectory_groups
@@ -55,9 +56,12 @@ VALIDATION_PROMPTS = [
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """`seed` fixes prompts, LoRA initialisation and every request's seed; each seed is a model of its own."""
+    """`seed` fixes prompts, LoRA initialisation and every request's seed; each seed is a model of its own.
 
-    store: Path = Path(".art-sky")
+    `store` is a path or URL.
+    """
+
+    store: str = ".art-sky"
     steps: int = 20
     seed: int = 0
     learning_rate: float = 6e-4
@@ -66,6 +70,12 @@ class DemoOptions:
     @property
     def name(self) -> str:
         return f"yes-no-maybe-{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """For logs, scratch and the picture of the curve: the store where it is a folder, else one in this place."""
+        url = urlsplit(open_store(self.store).url)
+        return Path(unquote(url.path)) if url.scheme == "file" else Path(".art-sky").resolve()
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,7 @@ def run_demo(options: DemoOptions, report: Report) -> DemoResult:
 
 def forget(options: DemoOptions) -> None:
     """Deletes the demo's model of this seed. Raises LeaseLost when a server has it."""
-    store = open_store(str(options.store))
+    store = open_store(options.store)
     model = ModelStore(store, PROJECT, options.name)
     lease_key = model.key("leases/server")
     lease = store.acquire(lease_key, "art-sky demo --fresh")
@@ -155,7 +165,7 @@ async def rollout(model: TrainableModel[Any], name: str, prompt: str, seed: int,
 
 
 async def _run(options: DemoOptions, report: Report, began: float) -> DemoResult:
-    async with LocalBackend(path=options.store) as backend:
+    async with LocalBackend(path=options.folder, store=open_store(options.store).url) as backend:
         model: TrainableModel[Any] = TrainableModel(
             name=options.name, project=PROJECT, base_model=SMOLLM2, lora=LoRAConfig(seed=options.seed)
         )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import NoReturn
-from urllib.parse import unquote, urlsplit
 
 import click
 from rich.console import Console
@@ -13,9 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from art_sky.cli.main import INTERRUPTED
 from art_sky.cli.output import duration, json_option, print_json, stderr, stdout
-from art_sky.config import ServerConfig
 from art_sky.demo import DemoOptions, DemoResult, StepRow, run_demo
-from art_sky.store import open_store
 from art_sky.tracking.charts import Curve, png_chart, terminal_chart
 
 _DEFAULTS = DemoOptions()
@@ -26,7 +22,7 @@ _COLUMNS = "{:>4} {:>7} {:>8} {:>9} {:>8} {:>8} {:>7}  {}"  # fits 80 columns
 @click.option("--steps", type=click.IntRange(1), default=_DEFAULTS.steps, show_default=True, help="Train up to here.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts, LoRA and sampling.")
 @click.option("--fresh", is_flag=True, help="Start anew instead of going on from the newest step.")
-@click.option("--store", metavar="URL", default=str(ServerConfig.model_fields["store"].default), show_default=True)
+@click.option("--store", metavar="URL", default=_DEFAULTS.store, show_default=True)
 @click.option("--learning-rate", type=float, default=_DEFAULTS.learning_rate, show_default=True)
 @json_option
 def command(steps: int, seed: int, fresh: bool, store: str, learning_rate: float, as_json: bool) -> None:
@@ -35,8 +31,7 @@ def command(steps: int, seed: int, fresh: bool, store: str, learning_rate: float
     SmolLM2-135M (fetched once, 90 MB) learns to answer "maybe", in a few minutes on two CPU cores and without a
     GPU. Interrupted and started again, it goes on from its newest step.
     """
-    folder = Path(unquote(urlsplit(open_store(store).url).path))
-    options = DemoOptions(store=folder, steps=steps, seed=seed, learning_rate=learning_rate, fresh=fresh)
+    options = DemoOptions(store=store, steps=steps, seed=seed, learning_rate=learning_rate, fresh=fresh)
     report = _Report(stderr() if as_json else stdout())
     try:
         with report:
@@ -117,7 +112,7 @@ def _summary(console: Console, options: DemoOptions, result: DemoResult) -> None
     )
     console.print()
     console.print(terminal_chart(curve, min(100, shutil.get_terminal_size().columns)), markup=False)
-    png = png_chart(curve, options.store / f"{options.name}.png")
+    png = png_chart(curve, options.folder / f"{options.name}.png")
     console.print()
     console.print(
         f"Validation, {result.validation['samples']} samples of phrasings never trained on: "

@@ -39,6 +39,8 @@ LOG_TAIL = 15  # lines shown when it does not start
 class LocalBackend(HttpBackend):
     """Trains and serves on this machine, with its state in the folder `path`, from where the next run goes on.
 
+    `store` keeps the steps elsewhere, in s3://bucket/prefix for one; then `path` has only what may be deleted.
+
     The server starts with the first registered model and ends with `close()`, the `with` block or this process, also
     when that is killed. `state_dir` (default: a folder under `path`) holds logs and scratch and may be deleted. A
     server that dies is started again at the same address. Works as `with` and as `async with`.
@@ -48,6 +50,7 @@ class LocalBackend(HttpBackend):
         self,
         path: str | Path = ".art-sky",
         *,
+        store: str | None = None,
         engine: EngineConfig | None = None,
         state_dir: str | Path | None = None,
         start_seconds: float = 60.0,
@@ -56,6 +59,7 @@ class LocalBackend(HttpBackend):
     ) -> None:
         super().__init__(None, cancel_jobs=cancel_jobs)
         self._path = Path(path).expanduser().resolve()
+        self._store = store or f"file://{self._path}"
         # A project's name begins with a letter or digit, so this is never one.
         self._state_root = Path(state_dir).expanduser().resolve() if state_dir is not None else self._path / ".server"
         self._engine = engine or EngineConfig()
@@ -102,7 +106,7 @@ class LocalBackend(HttpBackend):
                 self._path.mkdir(parents=True, exist_ok=True)
                 folder, lock = _own_folder(self._state_root)
             try:
-                config = ServerConfig(store=f"file://{self._path}", engine=self._engine, state_dir=str(folder))
+                config = ServerConfig(store=self._store, engine=self._engine, state_dir=str(folder))
                 base_url, token = self._process.start(config, lock)
             finally:
                 os.close(lock)  # the server has it, and keeps it until it has ended

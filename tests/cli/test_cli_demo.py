@@ -68,7 +68,7 @@ def test_fresh_forgets_this_seed_and_no_other(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     for seed in (0, 1):
         make_model(tmp_path, "demo", f"yes-no-maybe-{seed}", 2)
-    options = demo.DemoOptions(store=tmp_path, seed=0)
+    options = demo.DemoOptions(store=str(tmp_path), seed=0)
     with ModelStore(store, "demo", options.name).open_writer("a server"), pytest.raises(LeaseLost):
         demo.forget(options)
     demo.forget(options)

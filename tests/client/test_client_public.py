@@ -52,8 +52,8 @@ SIGNATURES = {
     "ServerBackend.train": "(self, model, groups, *, request_id=None, **options)",
     "ServerBackend.train_request": "(self, model, groups, config, request_id)",
     "ServerBackend.download_checkpoint": "(self, model, step, folder, *, optimizer=False)",
-    "LocalBackend": "(path='.art-sky', *, engine=None, state_dir=None, start_seconds=60.0, stop_seconds=15.0, "
-    "cancel_jobs=True)",
+    "LocalBackend": "(path='.art-sky', *, store=None, engine=None, state_dir=None, start_seconds=60.0, "
+    "stop_seconds=15.0, cancel_jobs=True)",
     "load_trajectories": "(store, project=None, models=None, split=None)",
     "connect": "(url_or_cluster_name, token=None, **options)",
 }

@@ -16,8 +16,8 @@ ENGINE = art.EngineConfig(dtype="float32", threads=1)
 TRAIN = art.TrainConfig(learning_rate=1e-2, micro_batch_tokens=64)
 
 
-def make_backend(path: Path) -> art.LocalBackend:
-    return art.LocalBackend(path, engine=ENGINE)
+def make_backend(path: Path, store: str | None = None) -> art.LocalBackend:
+    return art.LocalBackend(path, store=store, engine=ENGINE)
 
 
 def make_model(base: Path) -> art.TrainableModel:
@@ -57,18 +57,18 @@ def choices(trajectory: art.Trajectory) -> list[Any]:
     return [item for item in trajectory.messages_and_choices if not isinstance(item, dict)]
 
 
-def stored(path: Path) -> ModelStore:
+def stored(store: Path | str) -> ModelStore:
     """The run as the store tells it, without a server."""
-    return ModelStore(open_store(f"file://{path}"), "tests", "agent")
+    return ModelStore(open_store(str(store)), "tests", "agent")
 
 
-def manifests(path: Path) -> list[Manifest]:
+def manifests(path: Path | str) -> list[Manifest]:
     """The steps that HEAD reaches, from 0 on."""
     store = stored(path)
     return [m for _, m in store.chain(store.head().manifest)][::-1]
 
 
-def files_of(path: Path) -> list[dict[str, str]]:
+def files_of(path: Path | str) -> list[dict[str, str]]:
     """Hash by file name, for every step from 0 on."""
     return [{name: ref.sha256 for name, ref in m.files.items()} for m in manifests(path)]
 

@@ -1,4 +1,4 @@
-"""A client that trains one step and is killed in the middle of it: RUN BASE GROUPS REQUEST."""
+"""A client that trains one step and is killed in the middle of it: RUN BASE GROUPS REQUEST [STORE]."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from e2e_run import TRAIN, make_backend, make_model
 import art_sky as art
 
 
-async def main(run: Path, base: Path, groups: Path, request: str) -> None:
-    async with make_backend(run) as backend:
+async def main(run: Path, base: Path, groups: Path, request: str, store: str | None = None) -> None:
+    async with make_backend(run, store) as backend:
         model = make_model(base)
         await model.register(backend)
         batch = [art.TrajectoryGroup.model_validate(g) for g in json.loads(groups.read_text())]
@@ -21,4 +21,4 @@ async def main(run: Path, base: Path, groups: Path, request: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]))
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]))

@@ -14,25 +14,6 @@ from pathlib import Path
 import pytest
 from e2e_run import TRAIN, child_pid, choices, files_of, make_backend, make_model, manifests, sample, stored
 
-import art_sky as art
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A run of one step: its groups, to be trained again elsewhere, and what every file of it hashes to."""
-    path = tmp_path_factory.mktemp("undisturbed")
-
-    async def run() -> list[art.TrajectoryGroup]:
-        async with make_backend(path) as backend:
-            model = make_model(tiny_model)
-            await model.register(backend)
-            groups = await sample(model, seed=1)
-            await model.train(groups, config=TRAIN)
-            return groups
-
-    groups = asyncio.run(run())
-    return groups, files_of(path)
-
 
 @pytest.mark.parametrize("where", ["trainer-mid-step", "after-blobs", "after-manifest", "after-head"])
 async def test_a_kill_in_a_train_call_gives_one_step(where, undisturbed, tiny_model, run_path, monkeypatch) -> None:

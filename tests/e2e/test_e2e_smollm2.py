@@ -25,7 +25,7 @@ class Quiet:
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path) -> None:
     """The figures that the README's first command promises, on a seed that nothing was chosen by."""
-    result = run_demo(DemoOptions(store=tmp_path / "run", seed=3), Quiet())
+    result = run_demo(DemoOptions(store=str(tmp_path / "run"), seed=3), Quiet())
     assert result.validation["samples"] >= 128
     assert result.validation["before"] < 0.3
     assert result.validation["after"] >= 0.85
