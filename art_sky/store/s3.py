@@ -30,7 +30,7 @@ from art_sky.errors import InvalidInput, ObjectNotFound, PreconditionFailed, Sto
 from art_sky.store.keys import check_key, check_prefix
 from art_sky.store.protocol import ObjectInfo, StoredObject
 from art_sky.store.s3_client import Client, Timing
-from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained, kind_of
+from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained, kind_of, status_of
 from art_sky.store.s3_lease import BucketLease, SystemClock, take
 from art_sky.store.s3_location import parse_location
 from art_sky.store.s3_transfer import (
@@ -125,6 +125,21 @@ class S3Store:
         """Deletes what interrupted uploads of large objects left, if they began before the Unix time `before`."""
         name = self._at.prefix and f"{self._at.prefix}/"
         return abort_uploads(self._client, name + check_prefix(prefix), before)
+
+    def refuses_wrong_checksum(self, key: str) -> bool:
+        """Tries to write `key` with a wrong checksum; whether the server refused."""
+        name = self._name(key)
+        try:
+            self._client.raw.put_object(
+                Bucket=self._at.bucket, Key=name, Body=b"right", ChecksumSHA256=checksum(b"wrong")
+            )
+        except botocore.exceptions.ClientError as e:
+            if status_of(e) == 400:
+                return True
+            raise explained(e, "write", self._at, name) from e
+        except CALL_ERRORS as e:
+            raise explained(e, "write", self._at, name) from e
+        return False
 
     def _open(self, key: str) -> tuple[BinaryIO, str]:
         try:

@@ -15,8 +15,9 @@ class BrokenBody(Exception):
     """Bytes that arrived short, too long or changed; asked for again they may be right."""
 
 
-# Everything that a call may raise because of the server, the network or the login.
-CALL_ERRORS = (aws.BotoCoreError, aws.ClientError, urllib3.exceptions.HTTPError, OSError, BrokenBody)
+# Everything that a call may raise because of the server, the network or the login. A redirection that does not name
+# the bucket's region sends botocore to the same place again until Python stops it.
+CALL_ERRORS = (aws.BotoCoreError, aws.ClientError, urllib3.exceptions.HTTPError, OSError, BrokenBody, RecursionError)
 
 Kind = Literal[
     "absent",  # there is no such object
@@ -47,13 +48,20 @@ _NO_LOGIN = (
     aws.ConfigParseError,
     aws.InvalidConfigError,
 )
-_FINAL_ERRORS = (*_NO_LOGIN, aws.ParamValidationError, aws.ProxyConnectionError, aws.UnsupportedSignatureVersionError)
+_FINAL_ERRORS = (
+    *_NO_LOGIN,
+    RecursionError,
+    aws.ParamValidationError,
+    aws.ProxyConnectionError,
+    aws.UnsupportedSignatureVersionError,
+)
 
 
 def kind_of(error: BaseException) -> Kind:
     if not isinstance(error, aws.ClientError):
         certificate = isinstance(error, aws.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
-        return "final" if certificate or isinstance(error, _FINAL_ERRORS) else "passing"
+        final = certificate or isinstance(error, _FINAL_ERRORS) or _in_circles(error)
+        return "final" if final else "passing"
     code, status = code_of(error), status_of(error)
     if code in _ABSENT:
         return "absent"
@@ -89,7 +97,7 @@ def _next_step(error: BaseException, at: Location) -> str:
     server = at.endpoint_url or "the endpoint"
     if code == "NoSuchBucket":
         return f"make the bucket {at.bucket!r} (aws s3 mb s3://{at.bucket}), or mend the store's URL"
-    if code in _ELSEWHERE or status in (301, 307):
+    if code in _ELSEWHERE or status in (301, 307) or _in_circles(error):
         region = _part(error, "Error").get("Region") or _header(error, "x-amz-bucket-region")
         where = f"?region={region}" if region else "?region=... of the bucket"
         return (
@@ -119,6 +127,11 @@ def _next_step(error: BaseException, at: Location) -> str:
     return "mend that, then try again"
 
 
+def _in_circles(error: BaseException) -> bool:
+    """Redirected without end; botocore may wrap what Python says of it."""
+    return isinstance(error, RecursionError) or "maximum recursion depth" in str(error)
+
+
 def _said(error: BaseException) -> str:
     if isinstance(error, aws.ClientError):
         message = str(_part(error, "Error").get("Message", "")).strip().rstrip(".")
@@ -131,5 +144,5 @@ def _header(error: BaseException, name: str) -> str:
 
 
 def _part(error: BaseException, name: str) -> dict[str, Any]:
-    found = getattr(error, "response", {}).get(name, {})
+    found = (getattr(error, "response", None) or {}).get(name, {})
     return found if isinstance(found, dict) else {}

@@ -45,6 +45,7 @@ STATUS = {
     "AccessDenied": 403, "InvalidAccessKeyId": 403, "SignatureDoesNotMatch": 403, "ExpiredToken": 400,
     "NoSuchBucket": 404, "NoSuchKey": 404, "NoSuchUpload": 404, "PreconditionFailed": 412, "SlowDown": 503,
     "ConditionalRequestConflict": 409, "XAmzContentSHA256Mismatch": 400, "BadDigest": 400, "PermanentRedirect": 301,
+    "Elsewhere": 301,
     "AuthorizationHeaderMalformed": 400, "NotImplemented": 501, "InvalidRange": 416, "InternalError": 500,
     "QuotaExceeded": 403, "RequestTimeTooSkewed": 403,
 }  # fmt: skip
@@ -324,7 +325,8 @@ def serving(stub: Stub) -> Iterator[Stub]:
 
 
 def error(code: str) -> Reply:
-    reply = _xml("Error", f"<Code>{code}</Code><Message>as the test wants it</Message>")
+    said = "PermanentRedirect" if code == "Elsewhere" else code  # with and without the bucket's region
+    reply = _xml("Error", f"<Code>{said}</Code><Message>as the test wants it</Message>")
     where = {"x-amz-bucket-region": "eu-north-1"} if code == "PermanentRedirect" else {}
     return Reply(STATUS[code], reply.body, reply.headers | where)
 

@@ -98,7 +98,7 @@ def test_a_key_that_is_too_long_with_its_prefix(stub: Stub) -> None:
         ("AccessDenied", "s3:ListBucket"), ("NoSuchBucket", "make the bucket"), ("ExpiredToken", "log in again"),
         ("InvalidAccessKeyId", "not known there"), ("SignatureDoesNotMatch", "not known there"),
         ("PermanentRedirect", r"another region.*\?region=eu-north-1"),
-        ("AuthorizationHeaderMalformed", "another region"),
+        ("AuthorizationHeaderMalformed", "another region"), ("Elsewhere", "another region"),
         ("RequestTimeTooSkewed", "clock"), ("NotImplemented", "art-sky check"), ("QuotaExceeded", "make room"),
     ],
 )  # fmt: skip
@@ -120,6 +120,14 @@ def test_refusals_are_never_absence(stub: Stub, code: str, words: str, tmp_path:
         assert not isinstance(caught.value, ObjectNotFound)
         assert isinstance(caught.value, NoDiskSpace) == (code == "QuotaExceeded")
         assert "art-sky-tests" in str(caught.value) and s3_servers.SECRET_KEY not in str(caught.value)
+
+
+def test_whether_a_server_compares_checksums(seaweedfs: str, moto: str) -> None:
+    careful, careless = (s3.S3Store(s3_servers.store_url(endpoint)) for endpoint in (seaweedfs, moto))
+    assert careful.refuses_wrong_checksum("k")
+    with pytest.raises(ObjectNotFound):
+        careful.info("k")
+    assert not careless.refuses_wrong_checksum("k")
 
 
 def test_real_refusals(seaweedfs: str, monkeypatch: pytest.MonkeyPatch) -> None:
