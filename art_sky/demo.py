@@ -136,7 +136,7 @@ def forget(options: DemoOptions) -> None:
     store = open_store(options.store)
     model = ModelStore(store, PROJECT, options.name)
     lease_key = model.key("leases/server")
-    lease = store.acquire(lease_key, "art-sky demo --fresh")
+    lease = store.acquire(lease_key, "art-sky demo --fresh", store.lease_wait_seconds)
     try:
         store.delete(model.key("HEAD"))  # first, so that what is half deleted has no steps
         for info in list(store.list(model.key(""))):

@@ -36,6 +36,20 @@ def test_the_demo_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_demo_goes_on_in_another_folder(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for folder, steps in (("here", 2), ("elsewhere", 3)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        results.append(run_demo(DemoOptions(store=bucket, steps=steps), Quiet()))
+    first, second = results
+    assert [row.step for row in second.steps] == [1, 2, 3]
+    assert second.steps[:2] == first.steps
+    assert second.validation["before"] == first.validation["before"]
+    assert second.head["step"] == 3
+
+
+@pytest.mark.slow
 def test_the_readmes_example_runs(tmp_path: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
