@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from art_sky.errors import CorruptObject, InvalidInput, LeaseLost, ObjectNotFound, PreconditionFailed, StoreError
-from art_sky.store.keys import check_key, check_prefix
+from art_sky.store.keys import check_key, check_prefix, is_key
 from art_sky.store.os_errors import reported
 from art_sky.store.protocol import ObjectInfo, StoredObject
 
@@ -252,7 +252,7 @@ class FolderStore:
             if entry.is_dir():
                 if prefix.startswith(key + "/") or (key + "/").startswith(prefix):
                     self._walk(folder / entry.name, key + "/", prefix, found)
-            elif key.startswith(prefix) and _is_key(key):
+            elif key.startswith(prefix) and is_key(key):
                 try:
                     found[key] = _info(key, entry.stat())
                 except FileNotFoundError:
@@ -402,15 +402,6 @@ def _mode(path: Path, default: int) -> int:
         return path.stat().st_mode
     except FileNotFoundError:
         return default
-
-
-def _is_key(name: str) -> bool:
-    """Whether a file that somebody else put there has a name that could be asked for."""
-    try:
-        check_key(name)
-    except InvalidInput:
-        return False
-    return True
 
 
 def _fsync(fd: int) -> None:

@@ -44,3 +44,12 @@ def _objection(key: str) -> str | None:
         if len(part.encode()) > MAX_PART_BYTES:
             return f"has a part over {MAX_PART_BYTES} bytes"
     return None
+
+
+def is_key(name: str) -> bool:
+    """Whether an object that somebody else put into a store has a name that could be asked for."""
+    try:
+        check_key(name)
+    except InvalidInput:
+        return False
+    return True

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 
 import botocore.exceptions
 
-from art_sky.errors import InvalidInput, ObjectNotFound, PreconditionFailed, StoreError
-from art_sky.store.keys import check_key, check_prefix
+from art_sky.errors import ObjectNotFound, PreconditionFailed, StoreError
+from art_sky.store.keys import check_key, check_prefix, is_key
 from art_sky.store.protocol import ObjectInfo, StoredObject
 from art_sky.store.s3_client import Client, Timing
 from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained, kind_of, status_of
@@ -102,7 +102,7 @@ class S3Store:
             page = self._client.retry("list", place["Prefix"], partial(self._client.raw.list_objects_v2, **place))
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(name)
-                if _is_key(key):
+                if is_key(key):
                     found[key] = _info(key, entry["Size"], entry)
             if not page.get("IsTruncated"):
                 break
@@ -218,12 +218,3 @@ class S3Store:
 
 def _info(key: str, size: int, reply: dict[str, Any]) -> ObjectInfo:
     return ObjectInfo(key, int(size), str(reply["ETag"]), reply["LastModified"].timestamp())
-
-
-def _is_key(name: str) -> bool:
-    """Whether an object that somebody else put there has a name that could be asked for."""
-    try:
-        check_key(name)
-    except InvalidInput:
-        return False
-    return True
