@@ -29,7 +29,7 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev  ## all benchmarks, one JSON line a case, into benchmarks/results/
+bench: $(VENV)/.bench  ## all benchmarks, one JSON line a case, into benchmarks/results/
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:  ## removes the virtual environment and the caches
@@ -48,4 +48,8 @@ $(VENV)/.local: $(VENV)/.made pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.local pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.dev pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	touch $@
