@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from art_sky.cli import main as cli_main
 from art_sky.config import LoRAConfig
 from art_sky.schemas import ModelRecord
 from art_sky.store import open_store
@@ -31,3 +34,11 @@ def make_model(folder: Path, project: str, name: str, steps: int) -> ModelStore:
             model.log_row(1, step, "train", {"reward": step / 10})
     model.log_row(1, steps, "val", {"reward": 0.75})
     return model
+
+
+def run(*args: str) -> int:
+    """The exit code of the command line."""
+    with pytest.raises(SystemExit) as exit:
+        cli_main.main(args)
+    assert isinstance(exit.value.code, int)
+    return exit.value.code

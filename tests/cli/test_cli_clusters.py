@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_store import run
 
-from art_sky.cli import main as cli_main
 from art_sky.controller.clouds import local
 from art_sky.controller.clouds.local import LocalCloud
 
@@ -30,13 +30,6 @@ def fake_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
     for cluster in LocalCloud().list():
         LocalCloud().down(cluster.name)
-
-
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit:
-        cli_main.main(args)
-    assert isinstance(exit.value.code, int)
-    return exit.value.code
 
 
 def test_a_cluster_from_launch_to_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import sys
 
 import click
 import pytest
+from cli_store import run
 
 import art_sky
 from art_sky.cli import main as cli_main
@@ -16,13 +17,6 @@ from art_sky.cli.output import duration
 from art_sky.errors import Conflict
 
 HEAVY = {"torch", "transformers", "peft", "sky", "boto3", "wandb", "fastapi", "matplotlib"}
-
-
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit:
-        cli_main.main(args)
-    assert isinstance(exit.value.code, int)
-    return exit.value.code
 
 
 def modules_after(code: str) -> set[str]:

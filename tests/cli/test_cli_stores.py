@@ -6,23 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_store import make_model
+from cli_store import make_model, run
 
-from art_sky.cli import main as cli_main
-
-
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit:
-        cli_main.main(args)
-    assert isinstance(exit.value.code, int)
-    return exit.value.code
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ART_SKY_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

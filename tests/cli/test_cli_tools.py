@@ -7,24 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_store import make_model
+from cli_store import make_model, run
 
-from art_sky.cli import main as cli_main
 from art_sky.cli.output import size
 
 
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit:
-        cli_main.main(args)
-    assert isinstance(exit.value.code, int)
-    return exit.value.code
-
-
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ART_SKY_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
+def agent(here: None, tmp_path: Path) -> None:
     make_model(tmp_path / ".art-sky", "proj", "agent", 3)
 
 

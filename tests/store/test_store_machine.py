@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from deaf_lease import DeafLease
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -37,17 +38,6 @@ from art_sky.store.writer import Writer
 
 class Died(BaseException):
     """The process was killed here."""
-
-
-class DeafLease:
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-
-    def check(self) -> None:
-        return
-
-    def release(self) -> None:
-        return
 
 
 class Bucket:

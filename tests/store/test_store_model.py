@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deaf_lease import DeafLease
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_workers import make_files
@@ -202,19 +203,6 @@ def test_one_writer_at_a_time_and_the_next_goes_on(model: ModelStore, tmp_path: 
         assert (head.step, head.generation, two.generation) == (0, 2, 2) and head.nonce != nonce
         commit(two, tmp_path, 1)
     assert [s.manifest.generation for s in model.steps()] == [1, 2]
-
-
-class DeafLease:
-    """A lease whose holder never learns that it was lost: the worst case that HEAD must withstand."""
-
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-
-    def check(self) -> None:
-        return
-
-    def release(self) -> None:
-        return
 
 
 class Unleased(FolderStore):
