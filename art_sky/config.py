@@ -106,6 +106,17 @@ class ServerConfig(Settings):
     fsync_each_reply: bool = Field(False, description="fsync the exchange log before each reply, not in groups")
 
 
+class Limits(Settings):
+    """When a rented machine ends, whoever watches. Budget and hours cover all machines of a cluster together."""
+
+    budget: float | None = Field(None, gt=0, description="dollars; default: only the time limits bound the bill")
+    max_hours: float = Field(24.0, gt=0, le=24 * 30, description="of all machines of the cluster together")
+    idle_minutes: float = Field(30.0, ge=1, description="time without work")
+    orphan_minutes: float = Field(15.0, ge=1, description="time without work while the controller is gone")
+    flush_minutes: float = Field(5.0, gt=0, le=60, description="for the last writes to the store")
+    setup_minutes: float = Field(20.0, gt=0, le=120, description="for installing and loading, until it serves")
+
+
 def home() -> Path:
     """Where art-sky keeps what belongs to no project: `$ART_SKY_HOME`, by default `~/.art-sky`."""
     return Path(os.environ.get("ART_SKY_HOME") or Path.home() / ".art-sky")

@@ -181,6 +181,55 @@ class ServerUnreachable(ArtSkyError):
     retryable = True
 
 
+class CloudError(ArtSkyError):
+    """A cloud, or what asks it, did not do what was asked."""
+
+    code = "cloud_error"
+    status = 502
+
+
+class ProviderUnavailable(CloudError):
+    """It could not be asked; nothing is known about its machines."""
+
+    code = "provider_unavailable"
+    status = 503
+    retryable = True
+
+
+class NoCredentials(CloudError):
+    code = "no_credentials"
+
+
+class NoCapacity(CloudError):
+    """The cloud has none of these now; nothing is billed."""
+
+    code = "no_capacity"
+    retryable = True
+
+
+class NoQuota(CloudError):
+    code = "no_quota"
+
+
+class LaunchFailed(CloudError):
+    """A machine may exist and is being ended."""
+
+    code = "launch_failed"
+
+
+class BudgetTooSmall(InvalidInput):
+    """The bound on the bill would be broken, or the shortest useful run does not fit into it."""
+
+    code = "budget_too_small"
+
+
+class NotOurs(CloudError):
+    """A machine that art-sky did not make; it is never touched."""
+
+    code = "not_ours"
+    status = 409
+
+
 class TooManyFailures(ArtSkyError):
     """More rollouts failed than `max_exceptions` or `max_exception_rate` allows."""
 

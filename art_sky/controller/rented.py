@@ -1,0 +1,84 @@
+"""Rented clusters as the controller's registry keeps them, and the two tables that say how they may move.
+
+A cluster has a name that the user gave, an id (`artsky-<8 hex>`) and a stable address; it is served by one node at a
+time, `<id>-1`, `<id>-2` ..., each a machine at a provider. What is wanted stands in the cluster, what is there in the
+node. Every record is written before the call that it announces, so that a controller which was killed finishes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from art_sky.config import Limits, Settings
+from art_sky.schemas import Wire
+
+ClusterWanted = Literal["up", "down"]
+
+NodeState = Literal["intended", "provisioning", "connecting", "up", "lost", "ending", "gone"]
+NODE_TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
+    "intended": frozenset({"provisioning", "gone"}),  # nothing was asked of a cloud yet
+    "provisioning": frozenset({"connecting", "ending"}),  # a machine may exist from here on
+    "connecting": frozenset({"up", "lost", "ending"}),  # tunnel, secrets, first answer of the server
+    "up": frozenset({"lost", "ending"}),
+    "lost": frozenset({"up", "ending"}),  # does not answer; the provider is being asked
+    "ending": frozenset({"gone"}),  # `end` was asked for, again and again until the provider says absent
+    "gone": frozenset(),
+}
+
+
+class LaunchRequest(Settings):
+    """What `art-sky launch` asks of the controller for a rented cluster; every field is shown by `--dry-run`."""
+
+    name: str
+    clouds: list[str] = []
+    regions: list[str] = []
+    gpus: list[str] = []
+    spot: Literal["no", "only", "prefer"] = "no"
+    cpus: str | None = None
+    memory: str | None = None
+    max_price: float | None = None
+    disk_gib: int = 100
+    image_id: str | None = None
+    limits: Limits = Limits()
+    store: str
+    server: dict[str, Any] = {}
+    allow_unsafe: bool = False
+    allow_cloud_key_on_node: bool = False
+    allow_untested: bool = False
+    keep: bool = False  # a machine whose launch failed is kept for a look, until its own limits end it
+
+
+class Node(Wire):
+    """One machine of a cluster, from the intent to its end."""
+
+    name: str
+    state: NodeState
+    offer: dict[str, Any]  # provider.Offer
+    since: float  # Unix seconds of the last move
+    billed_from: float  # Unix seconds before the first cloud call
+    instance: str = ""
+    phase: str = ""
+    phases: dict[str, float] = {}  # seconds each phase took
+    reason: str | None = None  # why it ended or was lost
+    closed: float | None = None  # Unix seconds when the provider said that it is gone
+
+
+class RentedCluster(Wire):
+    """The registry's row. The token lies in a file of its own (0600), never here."""
+
+    name: str
+    id: str
+    wanted: ClusterWanted
+    created: float
+    request: LaunchRequest
+    plan: list[dict[str, Any]]  # offers in the order in which they are tried
+    next_offer: int = 0
+    port: int  # of the stable address
+    nodes: list[Node] = []
+    error: str | None = None  # why the last launch failed, one line with the next step
+    extended_hours: float = 0.0
+
+    @property
+    def node(self) -> Node | None:
+        """The newest one."""
+        return self.nodes[-1] if self.nodes else None
