@@ -69,7 +69,7 @@ def kind_of(error: BaseException) -> Kind:
         return "refused"
     if code in _FULL or status == 501:
         return "final"
-    if code in _PASSING or status == 429 or status >= 500:
+    if code in _PASSING or status == 429 or status >= 500 or _cut_short(error):
         return "passing"
     return "final"
 
@@ -125,6 +125,11 @@ def _next_step(error: BaseException, at: Location) -> str:
     if kind_of(error) != "final":
         return "the server does not answer as it should: try again later"
     return "mend that, then try again"
+
+
+def _cut_short(error: aws.ClientError) -> bool:
+    """The server said in XML what is wrong, and botocore could not read it. A reply to HEAD never has a body."""
+    return code_of(error).isdigit() and "xml" in _header(error, "content-type") and error.operation_name != "HeadObject"
 
 
 def _in_circles(error: BaseException) -> bool:

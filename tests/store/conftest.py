@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,3 +33,12 @@ def moto(aws_environment: None) -> Iterator[str]:
     """Its endpoint."""
     with s3_servers.moto() as endpoint:
         yield endpoint
+
+
+@pytest.fixture
+def quick_threads(aws_environment: None) -> Iterator[None]:
+    """For a client and a server that are threads of one process and wait for each other all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.0002)
+    yield
+    sys.setswitchinterval(before)

@@ -29,6 +29,9 @@ from xml.sax.saxutils import escape
 
 from s3_servers import BUCKET
 
+from art_sky.store.s3 import S3Store
+from art_sky.store.s3_client import Timing
+
 FAULTS = (
     "503",
     "silence",  # no answer, and nothing is done
@@ -40,6 +43,7 @@ FAULTS = (
     "refused",  # 412 or 409 for a conditional write, whatever the condition
 )
 LATE_BY = 12  # requests, at most
+QUICK = Timing(deadline=30, conditional=15, first_contact=10, read=0.06, first_pause=0.0005, longest_pause=0.005)
 SILENCE_SECONDS = 5.0  # for a client that waits longer than it should
 STATUS = {
     "AccessDenied": 403, "InvalidAccessKeyId": 403, "SignatureDoesNotMatch": 403, "ExpiredToken": 400,
@@ -322,6 +326,11 @@ def serving(stub: Stub) -> Iterator[Stub]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def open_stub(stub: Stub, timing: Timing = QUICK, lease_ttl: float = 3600) -> S3Store:
+    """By default no renewal of a lease comes in between, so that the seed decides everything."""
+    return S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}&lease_ttl={lease_ttl:g}", timing)
 
 
 def error(code: str) -> Reply:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import s3_servers
-from s3_stub import STATUS, Stub, serving
-from test_store_s3_faults import open_stub
+from s3_stub import STATUS, Stub, open_stub, serving
 
 from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput, NoDiskSpace, ObjectNotFound, StoreError
 from art_sky.store import open_store, s3, s3_transfer

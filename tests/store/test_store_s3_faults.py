@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-import s3_servers
-from s3_stub import FAULTS, Stub, serving
+from s3_stub import FAULTS, Stub, open_stub, serving
 from store_workers import make_files
 
 from art_sky.config import LoRAConfig
-from art_sky.errors import LeaseLost, StoreError
+from art_sky.errors import LeaseLost, ObjectNotFound, StoreError
 from art_sky.schemas import ModelRecord, TrainRequestRecord
 from art_sky.store import open_store
 from art_sky.store.model_store import ModelStore
 from art_sky.store.protocol import Store
-from art_sky.store.s3 import S3Store
-from art_sky.store.s3_client import Timing
 
 T = TypeVar("T")
-QUICK = Timing(deadline=30, conditional=15, first_contact=10, read=0.06, first_pause=0.0005, longest_pause=0.005)
-PREFIX = f"s3://{s3_servers.BUCKET}/runs"
-
-
-def open_stub(stub: Stub, timing: Timing = QUICK) -> S3Store:
-    # No renewal comes in between, so that the seed decides everything.
-    return S3Store(f"{PREFIX}?endpoint_url={stub.endpoint}&lease_ttl=3600", timing)
+pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
 class Run:
@@ -117,15 +107,6 @@ def compare(steps: int, rate: float, seed: int, tmp_path: Path) -> Stub:
     return stub
 
 
-@pytest.fixture(autouse=True)
-def quick(aws_environment: None) -> Iterator[None]:
-    """Client and server are threads of one process that wait for each other all the time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(0.0002)
-    yield
-    sys.setswitchinterval(before)
-
-
 def test_two_hundred_steps_through_every_fault(tmp_path: Path) -> None:
     stub = compare(200, 0.05, seed=1, tmp_path=tmp_path)
     assert set(stub.injected) == set(FAULTS) and min(stub.injected.values()) > 20, stub.injected
@@ -156,3 +137,13 @@ def test_ten_of_one_fault_in_a_row(fault: str) -> None:
         stub.settle()
         assert "runs/before" not in stub.objects
         assert stub.injected[fault] >= 10
+
+
+def test_an_absence_told_in_half_a_sentence() -> None:
+    with serving(Stub()) as stub:
+        store = open_stub(stub)
+        for call in (store.get, store.info):
+            stub.planned = ["truncated"] * 3
+            with pytest.raises(ObjectNotFound):
+                call("absent")
+            assert stub.planned == []

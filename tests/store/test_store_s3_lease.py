@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from s3_stub import Stub, serving
-from test_store_s3_faults import open_stub
+from s3_stub import Stub, open_stub, serving
 
 from art_sky.errors import CorruptObject, LeaseLost, StoreError
 from art_sky.store import open_store
