@@ -26,7 +26,7 @@ COMMANDS = {
     "tag": ("art_sky.cli.tag", "Give a step a name; its files are then kept."),
     "export": ("art_sky.cli.export", "Write a step's adapter as a plain PEFT folder."),
     "push": ("art_sky.cli.push", "Copy a model to another store."),
-    "pull": ("art_sky.cli.pull", "Copy a model from another store."),
+    "pull": ("art_sky.cli.pull", "Copy a model from another store, or its trajectories into parquet files."),
     "fork": ("art_sky.cli.fork", "Begin a new model with a step of another one."),
     "verify": ("art_sky.cli.verify", "Read again and hash everything a model needs."),
     "gc": ("art_sky.cli.gc", "Find what no step needs; with --delete, delete it."),

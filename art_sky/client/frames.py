@@ -6,7 +6,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,10 @@ def load_trajectories(
     project: str | None = None,
     models: str | Iterable[str] | None = None,
     split: str | None = None,
+    steps: Container[int] | None = None,
 ) -> polars.DataFrame:
-    """A row for each trajectory that was logged into the store (a folder or URL); everything by default.
+    """A row for each trajectory that was logged into the store (a folder or URL); everything by default. `steps` may
+    be a range.
 
     Columns: project, model, split, step, attempt, group_index and trajectory_index (within one call of `log`), reward,
     `metric_<name>` for every metric that any trajectory has (null where it has none), prompt_tokens and sampled_tokens
@@ -44,17 +47,16 @@ def load_trajectories(
 
     Raises NotFound naming what there is for an unknown project or model, CorruptObject naming a damaged object.
     """
-    try:
-        import polars as pl
-    except ModuleNotFoundError as e:
-        raise InvalidConfig("load_trajectories needs polars: pip install 'art-sky[data]'") from e
+    _need_polars()
+    import polars as pl
+
     from art_sky.store.trajectory_files import iter_trajectories
 
     opened = open_store(os.fspath(store))
     wanted = [models] if isinstance(models, str) else models
     rows: list[dict[str, Any]] = []
     for of, name in _chosen(opened, project, None if wanted is None else list(wanted)):
-        for logged in iter_trajectories(opened, of, name, split):
+        for logged in iter_trajectories(opened, of, name, split, steps):
             rows += _rows(logged)
     metrics = sorted({name for row in rows for name in row if name.startswith("metric_")})  # some come up late
     schema = {
@@ -79,6 +81,54 @@ def write_parquet(frame: polars.DataFrame, path: str | os.PathLike[str]) -> Path
         finally:
             scratch.unlink(missing_ok=True)
     return target
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file that `write_split_tables` wrote."""
+
+    path: Path
+    split: str
+    rows: int
+    steps: list[int]  # ascending
+
+
+def write_split_tables(
+    store: str,
+    project: str,
+    model: str,
+    folder: Path,
+    *,
+    split: str | None = None,
+    steps: Container[int] | None = None,
+) -> list[Table]:
+    """Writes what `load_trajectories` gives into `folder/<split>.parquet`, one split at a time.
+
+    Raises NotFound, writing nothing, when no trajectory was logged there, and what `load_trajectories` raises.
+    """
+    _need_polars()  # before anything is read
+    from art_sky.store.trajectory_files import list_logged
+
+    logged: dict[str, list[int]] = {}
+    for name, step in sorted(list_logged(open_store(store), project, model)):
+        logged.setdefault(name, []).append(step)
+    chosen = [s for s, of in logged.items() if split in (None, s) and (steps is None or any(n in steps for n in of))]
+    if not chosen:
+        there = ", ".join(f"{name} of steps {of[0]} to {of[-1]}" for name, of in logged.items())
+        raise NotFound(f"{project}/{model} in {store} has no such trajectories; it has: {there or 'none at all'}")
+    tables = []
+    for name in chosen:
+        frame = load_trajectories(store, project, model, name, steps)
+        path = write_parquet(frame, folder / f"{name}.parquet")
+        tables.append(Table(path, name, frame.height, sorted(frame["step"].unique().to_list())))
+    return tables
+
+
+def _need_polars() -> None:
+    try:
+        import polars  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise InvalidConfig("tables of trajectories need polars: pip install 'art-sky[data]'") from e
 
 
 def _chosen(store: Store, project: str | None, models: list[str] | None) -> list[tuple[str, str]]:

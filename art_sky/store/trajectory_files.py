@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,16 @@ class LoggedGroups:
     groups: list[dict[str, Any]]
 
 
-def iter_trajectories(store: Store, project: str, name: str, split: str | None = None) -> Iterator[LoggedGroups]:
-    """What `project/name` logged, by split, step and attempt; of all splits by default. Needs no server.
+def iter_trajectories(
+    store: Store, project: str, name: str, split: str | None = None, steps: Container[int] | None = None
+) -> Iterator[LoggedGroups]:
+    """What `project/name` logged, by split, step and attempt; of all splits and steps by default. Needs no server.
 
     Holds one object at a time. Raises CorruptObject naming the object that cannot be read, and NotFound for a model
     that was never registered.
     """
     model = ModelStore(store, project, name)
-    model.record()
-    names = (_NAME.fullmatch(name) for name in model.names("trajectories/"))
-    found = [m for m in names if m is not None and split in (None, m["split"])]
+    found = [m for m in _objects(model) if split in (None, m["split"]) and (steps is None or int(m["step"]) in steps)]
     for match in sorted(found, key=lambda m: (m["split"], int(m["step"]), int(m["attempt"]), int(m["part"] or 1))):
         key = model.key(match[0])
         try:
@@ -48,3 +48,13 @@ def iter_trajectories(store: Store, project: str, name: str, split: str | None =
         except CorruptObject as e:
             raise CorruptObject(f"{key!r} in {store.url}: {e.message.partition(';')[0]}; delete it to read on") from e
         yield LoggedGroups(key, project, name, match["split"], int(match["step"]), int(match["attempt"]), groups)
+
+
+def list_logged(store: Store, project: str, name: str) -> set[tuple[str, int]]:
+    """Every (split, step) of which `project/name` logged trajectories. Raises NotFound for an unknown model."""
+    return {(m["split"], int(m["step"])) for m in _objects(ModelStore(store, project, name))}
+
+
+def _objects(model: ModelStore) -> list[re.Match[str]]:
+    model.record()
+    return [m for m in map(_NAME.fullmatch, model.names("trajectories/")) if m is not None]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from cli_store import make_model, run
 
 from art_sky.cli.output import size
+from art_sky.store import open_store
+from art_sky.store.batches import encode_batch
+from art_sky.store.model_store import ModelStore
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +46,48 @@ def test_push_and_pull(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'agent'?" in capsys.readouterr().err
     assert run("push", "agent") == 2
     assert "--to" in capsys.readouterr().err
+
+
+def test_pull_into_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModelStore(open_store(str(tmp_path / ".art-sky")), "proj", "agent")
+    for split, step in (("train", 1), ("train", 2), ("val", 2)):
+        groups = [{"trajectories": [{"messages_and_choices": [], "reward": step / 10, "metrics": {split: 1}}] * 2}]
+        model.write_trajectories(split, step, 1, encode_batch(groups))
+    assert run("pull", "agent", "--format", "parquet", "--to", "tables", "--from", ".art-sky") == 0
+    out = capsys.readouterr().out
+    assert "train.parquet: 4 trajectories of 2 steps (1 to 2)" in out and "val.parquet: 2 trajectories" in out
+    train = pl.read_parquet(tmp_path / "tables" / "train.parquet")
+    assert train["step"].to_list() == [1, 1, 2, 2] and train["reward"].to_list() == [0.1, 0.1, 0.2, 0.2]
+    assert "metric_train" in train.columns and "metric_val" not in train.columns
+    parquet = ("pull", "agent", "--format", "parquet", "--to", "some")
+    found = document(capsys, *parquet, "--split", "train", "--steps", "2-7")
+    assert found["files"] == [{"file": "some/train.parquet", "split": "train", "rows": 2, "steps": [2]}]
+    assert [p.name for p in (tmp_path / "some").iterdir()] == ["train.parquet"]
+    assert document(capsys, *parquet, "--steps", "1")["files"][0]["rows"] == 2
+    assert run(*parquet, "--split", "test") == 1
+    assert "it has: train of steps 1 to 2, val of steps 2 to 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--format", "parquet"], "--to FOLDER"),
+        (["--format", "parquet", "--to", "x", "--from", "a", "--store", "b"], "not two of them"),
+        (["--format", "parquet", "--to", "x", "--steps", "3-"], "is not one step"),
+        (["--format", "arrow"], "is not one of"),
+        (["--from", "a", "--split", "val"], "--split is for --format parquet"),
+        ([], "--from URL"),
+    ],
+)
+def test_pull_options_that_do_not_fit(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", "agent", *args) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_parquet_without_polars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "polars", None)
+    assert run("pull", "agent", "--format", "parquet", "--to", "tables") == 1
+    assert "pip install 'art-sky[data]'" in capsys.readouterr().err
 
 
 def test_fork(capsys: pytest.CaptureFixture[str]) -> None:
