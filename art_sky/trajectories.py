@@ -15,6 +15,7 @@ import math
 import numbers
 import time
 import traceback as tracebacks
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Self, TypeAlias
@@ -22,12 +23,25 @@ from typing import Annotated, Any, Self, TypeAlias
 from openai import BaseModel as OpenAIModel
 from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import Choice
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    PrivateAttr,
+    SerializationInfo,
+)
 
 from art_sky.errors import InvalidInput, InvalidReward
+from art_sky.store import batches, number_lists
 
 MessageOrChoice: TypeAlias = Choice | dict[str, Any]
 MessagesAndChoices: TypeAlias = list[MessageOrChoice]
+
+# The `context` of a `model_dump` for `art_sky.store.batches`: token ids and logprobs come as arrays, not as lists.
+WITH_ARRAYS = {"arrays": True}
 
 
 def as_item(value: Any) -> MessageOrChoice:
@@ -59,10 +73,17 @@ def choice_from_json(value: Mapping[str, Any]) -> Choice:
     return Choice.construct(**{str(k): plain(v) for k, v in value.items()})
 
 
-def item_to_json(value: Any) -> dict[str, Any]:
-    """The dict of a message or Choice, with the fields that were set and no others."""
+def item_to_json(value: Any, *, arrays: bool = False) -> dict[str, Any]:
+    """The dict of a message or Choice, with the fields that were set and no others; with `arrays`, token ids and
+    logprobs as `art_sky.store.batches` holds them."""
     item = as_item(value)
-    return {str(k): v for k, v in plain(item).items()}
+    if isinstance(item, dict):
+        return item  # made just now, of plain values
+    return {str(k): (_array(k, v) if arrays else None) or plain(v) for k, v in _fields(item)}
+
+
+def _array(name: str, value: Any) -> array[Any] | None:
+    return number_lists.to_array(value, batches.NUMBERS[name]) if name in batches.NUMBERS else None
 
 
 def plain(value: Any) -> Any:
@@ -143,8 +164,8 @@ def _items(values: Any) -> MessagesAndChoices:
     return [as_item(v) for v in values]
 
 
-def _items_to_json(values: Iterable[Any]) -> list[dict[str, Any]]:
-    return [item_to_json(v) for v in values]
+def _items_to_json(values: Iterable[Any], info: SerializationInfo) -> list[dict[str, Any]]:
+    return [item_to_json(v, arrays=info.context == WITH_ARRAYS) for v in values]
 
 
 Text = Annotated[str, PlainValidator(_text), PlainSerializer(_text)]

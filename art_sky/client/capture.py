@@ -11,6 +11,7 @@ from art_sky.errors import MissingTokens, NotFound
 from art_sky.schemas import Exchange
 from art_sky.training.choices import check_groups, choices
 from art_sky.trajectories import (
+    WITH_ARRAYS,
     History,
     MessageOrChoice,
     MessagesAndChoices,
@@ -27,7 +28,7 @@ Find = Callable[[str], Awaitable[Exchange]]
 
 
 async def prepare(groups: Sequence[TrajectoryGroup], find: Find | None) -> list[dict[str, Any]]:
-    """The JSON form of the groups, checked for training.
+    """The JSON form of the groups for `art_sky.store.batches`, with arrays, checked for training.
 
     A choice that lost what the server put on it is found again by its completion's id through `find`. With
     `find=None` the model is not trained and choices may be anybody's.
@@ -38,7 +39,7 @@ async def prepare(groups: Sequence[TrajectoryGroup], find: Find | None) -> list[
     for group in groups:
         len(group)  # refuses rollouts that have not run
     # In threads: millions of token ids take a while, and rollouts may be running.
-    written = await asyncio.to_thread(lambda: [group.model_dump() for group in groups])
+    written = await asyncio.to_thread(lambda: [group.model_dump(context=WITH_ARRAYS) for group in groups])
     if find is not None:
         await _restore(written, find)
         await asyncio.to_thread(check_groups, [*written])

@@ -13,6 +13,9 @@ In a line, the value of `prompt_token_ids`, `token_ids` and `token_logprobs` of 
 choice of its group, are there once. A value that does not fit into a column stays as it is; a dict becomes
 `{"json": dict}`, so that nothing can be taken for a reference that is none.
 
+In memory these lists are arrays (`array.array`, "i" and "d"), from the client's checks to the trainer's sequences: a
+Python object for each number would cost more than all the rest. Lists are written as well; what is read are arrays.
+
 JSON is written in ASCII, so that lone surrogates survive, and NaN or infinity cannot be written. Format 1 had no
 second frame and its numbers in the lines; it is still read. The trainer works on this form and needs no client
 classes, and the client that writes it needs no numpy.
@@ -21,6 +24,7 @@ classes, and the client that writes it needs no numpy.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,12 +32,14 @@ import zstandard
 
 from art_sky.errors import CorruptObject, InvalidInput
 from art_sky.store import number_lists
+from art_sky.store.number_lists import Kind
 
 FORMAT = 2
 KIND = "art-sky.groups"
 MAX_BYTES = 4 << 30  # of JSON; this and the next are stops against decompression bombs
 MAX_NUMBERS = 1 << 28  # in the lists of a batch
-_COLUMN_OF = {"prompt_token_ids": "ids", "token_ids": "ids", "token_logprobs": "logprobs"}  # in the order of writing
+# The lists of a choice that become columns, one for each kind, in the order of writing.
+NUMBERS: dict[str, Kind] = {"prompt_token_ids": "i", "token_ids": "i", "token_logprobs": "d"}
 _SKIPPABLE = (0x184D2A50).to_bytes(4, "little")
 _SKIPPABLE_HEAD = 8  # the magic number and the length
 _UNREADABLE = (
@@ -53,9 +59,8 @@ def encode_batch(groups: Iterable[Mapping[str, Any]]) -> bytes:
             lines.append(to_json(writer.take(group)))
         except (TypeError, ValueError, RecursionError) as e:
             raise InvalidInput(f"group {i} cannot be written as JSON: {e}; give plain values") from e
-    ids = number_lists.compress(b"".join(writer.ids), "i")
-    logprobs = number_lists.compress(b"".join(writer.logprobs), "d")
-    counts = {"ids": [writer.id_count, len(ids)], "logprobs": [writer.logprob_count, len(logprobs)]}
+    ids, logprobs = (number_lists.compress(column) for column in (writer.ids, writer.logprobs))
+    counts = {"ids": [len(writer.ids), len(ids)], "logprobs": [len(writer.logprobs), len(logprobs)]}
     lines[0] = to_json({"format": FORMAT, "kind": KIND, **counts})
     text = ("\n".join(lines) + "\n").encode()
     if len(text) > MAX_BYTES or writer.taken > MAX_NUMBERS:
@@ -68,7 +73,8 @@ def encode_batch(groups: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def decode_batch(data: bytes) -> list[Group]:
-    """Raises CorruptObject for anything that `encode_batch` does not write."""
+    """The groups, with the long lists of numbers as arrays, each one's own (`art_sky.trajectories.plain` makes lists
+    of them). Raises CorruptObject for anything that `encode_batch` does not write."""
     try:
         head, lines = _read_text(data)
         groups = [json.loads(line) for line in lines]
@@ -91,13 +97,11 @@ class _NumbersWriter:
     """Takes the long lists out of groups and collects them."""
 
     def __init__(self) -> None:
-        self.ids: list[bytes] = []
-        self.logprobs: list[bytes] = []
-        self.id_count = 0
-        self.logprob_count = 0
+        self.ids: array[int] = array("i")
+        self.logprobs: array[float] = array("d")
         self.taken = 0  # numbers, those that are shared counted each time
-        self._prompts: dict[bytes, list[int]] = {}  # of this group: items -> pieces
-        self._running = b""  # of this history: the items of its last choice, prompt and answer
+        self._prompts: dict[bytes, list[int]] = {}  # of this group: ids -> pieces
+        self._running = b""  # of this history: the ids of its last choice, prompt and answer
         self._running_at: list[int] = []
 
     def take(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,48 +114,44 @@ class _NumbersWriter:
 
     def _take_item(self, item: dict[str, Any]) -> dict[str, Any]:
         taken = dict(item)
-        for name, column in _COLUMN_OF.items():
+        for name, kind in NUMBERS.items():
             value = item.get(name)
             if type(value) is dict:
                 taken[name] = {"json": value}
-            elif type(value) is list and value:
-                items = number_lists.to_items(value, "i" if column == "ids" else "d")
-                if items is not None:
-                    taken[name] = {"at": self._store(name, items, len(value))}
-                    self.taken += len(value)
+            elif numbers := number_lists.to_array(value, kind):
+                taken[name] = {"at": self._store(name, numbers)}
+                self.taken += len(numbers)
         return taken
 
-    def _store(self, name: str, items: bytes, count: int) -> list[int]:
+    def _store(self, name: str, numbers: array[Any]) -> list[int]:
         """Returns the pieces at which the list can be found."""
         if name == "prompt_token_ids":
-            return self._store_prompt(items)
+            return self._store_prompt(numbers.tobytes())
         if name == "token_ids":
-            return self._store_answer(items)
-        self.logprobs.append(items)
-        self.logprob_count += count
-        return [self.logprob_count - count, count]
+            return self._store_answer(numbers.tobytes())
+        self.logprobs += numbers
+        return [len(self.logprobs) - len(numbers), len(numbers)]
 
-    def _store_prompt(self, items: bytes) -> list[int]:
-        if self._running and items.startswith(self._running):
-            at = _joined(self._running_at, self._append(items[len(self._running) :]))
-        elif items in self._prompts:
-            at = self._prompts[items]
+    def _store_prompt(self, ids: bytes) -> list[int]:
+        if self._running and ids.startswith(self._running):
+            at = _joined(self._running_at, self._append(ids[len(self._running) :]))
+        elif ids in self._prompts:
+            at = self._prompts[ids]
         else:
-            at = self._prompts[items] = self._append(items)
-        self._running, self._running_at = items, at
+            at = self._prompts[ids] = self._append(ids)
+        self._running, self._running_at = ids, at
         return at
 
-    def _store_answer(self, items: bytes) -> list[int]:
-        at = self._append(items)
-        self._running += items
+    def _store_answer(self, ids: bytes) -> list[int]:
+        at = self._append(ids)
+        self._running += ids
         self._running_at = _joined(self._running_at, at)
         return at
 
-    def _append(self, items: bytes) -> list[int]:
-        count = len(items) // number_lists.item_size("i")
-        self.ids.append(items)
-        self.id_count += count
-        return [self.id_count - count, count] if count else []
+    def _append(self, ids: bytes) -> list[int]:
+        start = len(self.ids)
+        self.ids.frombytes(ids)
+        return [start, len(self.ids) - start] if ids else []
 
 
 class _NumbersReader:
@@ -165,9 +165,9 @@ class _NumbersReader:
         start = len(data) - size
         if start < _SKIPPABLE_HEAD or data[start - _SKIPPABLE_HEAD : start] != _SKIPPABLE + size.to_bytes(4, "little"):
             raise ValueError("its numbers are missing or cut short")
-        self._columns = {
-            "ids": number_lists.decompress(data[start : start + id_bytes], "i", ids),
-            "logprobs": number_lists.decompress(data[start + id_bytes :], "d", logprobs),
+        self._columns: dict[Kind, array[Any]] = {
+            "i": number_lists.decompress(data[start : start + id_bytes], "i", ids),
+            "d": number_lists.decompress(data[start + id_bytes :], "d", logprobs),
         }
         self._room = MAX_NUMBERS  # still to be put back; pieces may overlap
 
@@ -178,21 +178,20 @@ class _NumbersReader:
         return [self._put_back_item(item) if _has_numbers(item) else item for item in items]
 
     def _put_back_item(self, item: dict[str, Any]) -> dict[str, Any]:
-        for name, column in _COLUMN_OF.items():
+        for name, kind in NUMBERS.items():
             value = item.get(name)
             if type(value) is dict:
-                item[name] = value["json"] if "json" in value else self._pieces(column, value["at"])
+                item[name] = value["json"] if "json" in value else self._pieces(kind, value["at"])
         return item
 
-    def _pieces(self, column: str, at: list[int]) -> list[Any]:
-        values = self._columns[column]
-        found: list[Any] = []
+    def _pieces(self, kind: Kind, at: list[int]) -> array[Any]:
+        values = self._columns[kind]
+        found = array(kind)
         for start, count in zip(at[::2], at[1::2], strict=True):
             self._room -= count
             if not (0 <= start <= start + count <= len(values)) or self._room < 0:
                 raise ValueError("it refers to numbers that it does not hold")
-            piece = values[start : start + count]
-            found = found + piece if found else piece
+            found += values[start : start + count]
         return found
 
 
@@ -217,7 +216,7 @@ def _with_changed_items(trajectory: Any, change: Callable[[list[Any]], list[Any]
 
 
 def _has_numbers(item: Any) -> bool:
-    return type(item) is dict and not _COLUMN_OF.keys().isdisjoint(item)
+    return type(item) is dict and not NUMBERS.keys().isdisjoint(item)
 
 
 def _joined(at: list[int], more: list[int]) -> list[int]:

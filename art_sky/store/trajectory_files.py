@@ -20,7 +20,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class LoggedGroups:
-    """One object: the groups of one call of `log` or `train`, in the JSON form of a batch."""
+    """One object: the groups of one call of `log` or `train`, as `art_sky.store.batches.decode_batch` gives them."""
 
     key: str
     project: str

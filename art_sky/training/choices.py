@@ -6,10 +6,12 @@ Plain Python on the JSON form, so that the client can refuse a bad batch before 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from art_sky.errors import InvalidInput, InvalidReward, MissingTokens
+from art_sky.store import number_lists
 from art_sky.store.batches import is_choice
 
 _MAX_ID = 2**31 - 1
@@ -40,10 +42,11 @@ def check_choice(choice: Mapping[str, Any], where: str) -> None:
             f"{where}: {len(ids)} token_ids but {len(logprobs)} token_logprobs; append the Choice as this server "
             f"returned it"
         )
-    for token in (*prompt, *ids):
+    # Nearly all lists are right, and are seen to be without a step for each number; the others' faults are looked for.
+    for token in (t for tokens in (prompt, ids) if not number_lists.are_token_ids(tokens) for t in tokens):
         if type(token) is not int or not 0 <= token <= _MAX_ID:
             raise InvalidInput(f"{where}: {token!r} is not a token id; append the Choice as this server returned it")
-    for logprob in logprobs:
+    for logprob in logprobs if number_lists.to_array(logprobs, "d") is None else ():
         if isinstance(logprob, bool) or not isinstance(logprob, (int, float)) or not math.isfinite(logprob):
             raise InvalidInput(f"{where}: the logprob {logprob!r} is not a finite number; sample this choice again")
     sampling = choice.get("sampling")
@@ -76,9 +79,9 @@ def choices(trajectory: Mapping[str, Any], where: str) -> Iterator[tuple[str, Ma
                 yield f"{where}{history}, message {m}", item
 
 
-def _list(choice: Mapping[str, Any], name: str, where: str) -> list[Any]:
+def _list(choice: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
     value = choice.get(name)
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list | array) or not value:
         raise MissingTokens(
             f"{where}: the choice has no {name}, so it is not known what was sampled; append the Choice as this "
             f"server returned it, or a dict message if it is only context"

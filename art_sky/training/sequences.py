@@ -71,7 +71,7 @@ class Batch:
 def build_batch(
     groups: Sequence[Mapping[str, Any]], *, scale_rewards: bool, vocab_size: int, context_length: int
 ) -> Batch:
-    """The sequences of a batch in its JSON form (`art_sky.store.batches.decode_batch`).
+    """The sequences of a batch (`art_sky.store.batches.decode_batch`).
 
     Every choice and reward is checked, those of skipped groups too. Raises InvalidReward, MissingTokens or
     InvalidInput naming group, trajectory and message.
@@ -109,18 +109,19 @@ def _sequences(
                 continue
             where = f"group {group}, trajectory {index}{history}, message {m}"
             check_choice(item, where)
-            largest = max(max(item["prompt_token_ids"]), max(item["token_ids"]))
+            prompt, sampled = (np.asarray(item[name], np.int32) for name in ("prompt_token_ids", "token_ids"))
+            largest = max(prompt.max(), sampled.max())
             if largest >= vocab_size:
                 raise InvalidInput(
                     f"{where}: token id {largest} is outside the model's vocabulary of {vocab_size}; train the model "
                     f"that sampled this choice"
                 )
-            if running is None or not running.extends(item["prompt_token_ids"]):
+            if running is None or not running.extends(prompt):
                 if running is not None:
                     made.append(running.finish(group, index, advantage))
                     splits += 1
                 running = _Running()
-            running.add(item)
+            running.add(prompt, sampled, item)
         if running is not None:
             made.append(running.finish(group, index, advantage))
     return made, splits
@@ -130,15 +131,15 @@ class _Running:
     """A sequence under construction."""
 
     def __init__(self) -> None:
-        self._ids: list[int] = []
+        self._ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._turns: list[tuple[int, Mapping[str, Any]]] = []  # (index of the first sampled token, choice)
 
-    def extends(self, prompt: list[int]) -> bool:
-        return prompt[: len(self._ids)] == self._ids
+    def extends(self, prompt: npt.NDArray[np.int32]) -> bool:
+        return np.array_equal(prompt[: len(self._ids)], self._ids)
 
-    def add(self, choice: Mapping[str, Any]) -> None:
-        self._ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
-        self._turns.append((len(choice["prompt_token_ids"]), choice))
+    def add(self, prompt: npt.NDArray[np.int32], sampled: npt.NDArray[np.int32], choice: Mapping[str, Any]) -> None:
+        self._ids = np.concatenate([prompt, sampled])
+        self._turns.append((len(prompt), choice))
 
     def finish(self, group: int, trajectory: int, advantage: float) -> TokenSequence:
         n = len(self._ids)
@@ -154,7 +155,6 @@ class _Running:
             greedy[turn] = how["temperature"] == 0
             temperature[turn] = how["temperature"] or 1.0
             comparable[turn] = how["comparable"] or how["temperature"] == 0
-        ids = np.asarray(self._ids, np.int32)
         return TokenSequence(
-            ids, logprobs, sampled, temperature, comparable, greedy, group, trajectory, float(advantage)
+            self._ids, logprobs, sampled, temperature, comparable, greedy, group, trajectory, float(advantage)
         )

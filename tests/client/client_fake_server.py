@@ -19,6 +19,7 @@ import art_sky
 from art_sky.errors import ArtSkyError, Conflict, NotFound, TrainFailed, Unauthorized
 from art_sky.schemas import Job, JobEvent, TrainResult
 from art_sky.store.batches import decode_batch
+from art_sky.trajectories import plain
 
 TOKEN = "secret-token"
 
@@ -56,7 +57,8 @@ class FakeServer:
         self._routes()
 
     def batch(self, sha256: str) -> list[dict[str, Any]]:
-        return decode_batch(self.blobs[sha256])
+        groups: list[dict[str, Any]] = plain(decode_batch(self.blobs[sha256]))
+        return groups
 
     def restart(self) -> None:
         """Forgets what a server keeps in memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from art_sky.client.summary import summarize
 from art_sky.errors import InvalidInput, InvalidReward
 from art_sky.schemas import Exchange
 from art_sky.store.batches import decode_batch, encode_batch, is_choice
+from art_sky.trajectories import WITH_ARRAYS, plain
 
 TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
@@ -109,7 +111,26 @@ def test_groups_round_trip_exactly(written: dict[str, Any]) -> None:
         for item, raw in zip(trajectory.messages_and_choices, source["messages_and_choices"], strict=True):
             assert isinstance(item, Choice) == is_choice(raw)
     assert art.TrajectoryGroup.model_validate_json(group.model_dump_json()) == group
-    assert decode_batch(encode_batch([group.model_dump()])) == [written]
+    for dumped in (group.model_dump(), group.model_dump(context=WITH_ARRAYS)):
+        stored = decode_batch(encode_batch([dumped]))
+        assert plain(stored) == [written]
+        assert art.TrajectoryGroup.model_validate(stored[0]) == group
+
+
+def test_only_whole_lists_of_numbers_are_dumped_as_arrays() -> None:
+    numbers = {"prompt_token_ids": [1, 2], "token_ids": array("i", [3]), "token_logprobs": [-0.5]}
+    others: dict[str, Any] = {"prompt_token_ids": [1, None], "token_ids": [True], "token_logprobs": [float("nan")]}
+    message = {"role": "assistant", "content": "hi"}
+    history = art.History(messages_and_choices=[{"message": message, **numbers}, {"message": message, **others}])
+    (dumped, odd) = history.model_dump(context=WITH_ARRAYS)["messages_and_choices"]
+    expected = {
+        "prompt_token_ids": array("i", [1, 2]),
+        "token_ids": array("i", [3]),
+        "token_logprobs": array("d", [-0.5]),
+    }
+    assert {name: dumped[name] for name in numbers} == expected
+    assert repr({name: odd[name] for name in others}) == repr(others)
+    assert json.loads(history.model_dump_json())["messages_and_choices"][0]["token_ids"] == [3]
 
 
 def a_choice(**message: Any) -> Choice:

@@ -8,6 +8,7 @@ import random
 import shutil
 import struct
 import subprocess
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from art_sky.errors import CorruptObject, InvalidInput
 from art_sky.store import batches, number_lists
 from art_sky.store.batches import decode_batch, encode_batch
+from art_sky.trajectories import plain as to_lists
 
 # --- what comes back ---
 
@@ -55,7 +57,7 @@ group = st.fixed_dictionaries({"trajectories": st.lists(trajectory | plain, max_
 def test_everything_comes_back(groups: list[dict[str, Any]]) -> None:
     before = json.dumps(groups)
     # As text, because == takes 1, 1.0 and True for the same.
-    assert json.dumps(decode_batch(encode_batch(groups))) == before == json.dumps(groups)
+    assert json.dumps(read_lists(encode_batch(groups))) == before == json.dumps(groups)
 
 
 def a_choice(prompt: list[int], answer: list[int], logprobs: list[float] | None = None) -> dict[str, Any]:
@@ -81,6 +83,11 @@ def lines(data: bytes) -> list[bytes]:
     return zstandard.ZstdDecompressor().decompress(data).splitlines()
 
 
+def read_lists(data: bytes) -> list[dict[str, Any]]:
+    read: list[dict[str, Any]] = to_lists(decode_batch(data))
+    return read
+
+
 def test_shared_tokens_are_stored_once() -> None:
     prompt = list(range(50))
     turns = [a_choice(prompt, [100, 101]), {"role": "user"}, a_choice([*prompt, 100, 101, 7], [102])]
@@ -88,12 +95,12 @@ def test_shared_tokens_are_stored_once() -> None:
     unlike = [a_choice([*prompt[:-1], 999], [300])]
     data = encode_batch([a_group(turns, *siblings, unlike)])
     assert header(data)["ids"][0] == 50 + 2 + 1 + 1 + 3 + 51
-    assert decode_batch(data) == [a_group(turns, *siblings, unlike)]
+    assert read_lists(data) == [a_group(turns, *siblings, unlike)]
     other_group = encode_batch([a_group(turns)] * 2)
     assert header(other_group)["ids"][0] == 2 * 54
     first, second = decode_batch(other_group)[0]["trajectories"][0]["messages_and_choices"][0::2]
     first["prompt_token_ids"].append(1)  # the lists are nevertheless each one's own
-    assert second["prompt_token_ids"][:51] == [*prompt, 100]
+    assert second["prompt_token_ids"][:51].tolist() == [*prompt, 100]
 
 
 def test_a_second_turn_on_a_shared_prompt_is_pieced_together() -> None:
@@ -102,7 +109,7 @@ def test_a_second_turn_on_a_shared_prompt_is_pieced_together() -> None:
     data = encode_batch([a_group(*histories)])
     assert header(data)["ids"][0] == 40 + 2 * 4 + 1
     assert b'"at":[0,40,' in lines(data)[1]
-    assert decode_batch(data) == [a_group(*histories)]
+    assert read_lists(data) == [a_group(*histories)]
 
 
 def test_any_float_is_exact_and_float32_takes_four_bytes() -> None:
@@ -110,10 +117,8 @@ def test_any_float_is_exact_and_float32_takes_four_bytes() -> None:
     wide = [-draw.expovariate(1) for _ in range(4000)]
     single = [struct.unpack("f", struct.pack("f", x))[0] for x in wide]
     data = {n: encode_batch([a_group([a_choice([1], [2] * 4000, v)])]) for n, v in (("64", wide), ("32", single))}
-    assert [g["trajectories"][0]["messages_and_choices"][0]["token_logprobs"] for g in decode_batch(data["64"])] == [
-        wide
-    ]
-    assert decode_batch(data["32"]) == [a_group([a_choice([1], [2] * 4000, single)])]
+    assert [g["trajectories"][0]["messages_and_choices"][0]["token_logprobs"] for g in read_lists(data["64"])] == [wide]
+    assert read_lists(data["32"]) == [a_group([a_choice([1], [2] * 4000, single)])]
     assert len(data["32"]) < 4 * 4000 < len(data["64"]) < 8 * 4000
 
 
@@ -133,6 +138,36 @@ def test_a_decompressor_that_reads_all_frames_passes_over_the_numbers() -> None:
 
 def test_the_same_groups_give_the_same_bytes() -> None:
     assert encode_batch([a_group([a_choice([1], [2])])]) == encode_batch(iter([a_group([a_choice([1], [2])])]))
+
+
+def test_arrays_and_lists_give_the_same_bytes() -> None:
+    ids, logprobs = [1, 2**31 - 1, -(2**31), 0], [-0.5, 0.1, -1e300, 0.0]
+    as_lists = encode_batch([a_group([a_choice(ids, ids, logprobs)])])
+    as_arrays = encode_batch([a_group([{**a_choice([], []), **{
+        "prompt_token_ids": array("i", ids), "token_ids": array("i", ids), "token_logprobs": array("d", logprobs)
+    }}])])  # fmt: skip
+    assert as_lists == as_arrays
+    (read,) = decode_batch(as_lists)[0]["trajectories"][0]["messages_and_choices"]
+    assert (read["token_ids"], read["token_logprobs"]) == (array("i", ids), array("d", logprobs))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("token_logprobs", array("d", [float("nan")])), ("token_ids", array("d", [1.0])), ("token_ids", array("i"))],
+)
+def test_arrays_that_are_no_column_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidInput, match="group 1 cannot be written"):
+        encode_batch([a_group(), a_group([{**a_choice([1], [2]), field: value}])])
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)), st.lists(st.floats(-1e299, 1e299)))
+def test_arrays_hold_what_the_lists_held(ids: list[int], floats: list[float]) -> None:
+    cases: list[tuple[list[Any], number_lists.Kind]] = [(ids, "i"), (floats, "d")]
+    for values, kind in cases:
+        made = number_lists.to_array(values, kind)
+        assert made == array(kind, values)
+        assert number_lists.decompress(number_lists.compress(made), kind, len(values)) == made
+    assert number_lists.are_token_ids(ids) == all(i >= 0 for i in ids)
 
 
 def test_format_1_is_read() -> None:
@@ -197,7 +232,7 @@ def test_noise_is_corrupt(data: bytes) -> None:
             decode_batch(noise)
 
 
-COLUMNS = number_lists.compress(b"i\1\0\0\0" * 3, "i"), number_lists.compress(b"", "d")
+COLUMNS = number_lists.compress(array("i", [1, 1, 1])), number_lists.compress(array("d"))
 SIDECAR = b"".join((bytes.fromhex("502a4d18"), sum(map(len, COLUMNS)).to_bytes(4, "little"), *COLUMNS))
 HEAD = {"format": 2, "kind": batches.KIND, "ids": [3, len(COLUMNS[0])], "logprobs": [0, len(COLUMNS[1])]}
 
@@ -207,7 +242,7 @@ def referring(value: Any, **head: Any) -> bytes:
 
 
 def test_a_batch_made_by_hand_is_read() -> None:
-    (read,) = decode_batch(referring({"at": [0, 3, 1, 1]}))
+    (read,) = read_lists(referring({"at": [0, 3, 1, 1]}))
     assert read["trajectories"][0]["messages_and_choices"][0]["token_ids"] == [1, 1, 1, 1]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import numpy as np
 import pytest
@@ -48,6 +49,21 @@ def test_turns_extend_and_rewritten_history_splits():
         True,
     )
     assert batch.splits == 1
+
+
+def test_arrays_are_read_as_lists_are():
+    def choices(ids, logprobs):
+        return [
+            make_choice(ids([1]), ids([2, 3]), logprobs([-0.5, -1.5])),
+            make_choice(ids([1, 2, 3, 4]), ids([5]), [-1]),
+        ]
+
+    (expected,) = first(build(pair(choices(list, list))))
+    groups = pair(choices(lambda v: array("i", v), lambda v: array("d", v)))
+    check_groups(groups)
+    (one,) = first(build(groups))
+    assert one.ids.tolist() == expected.ids.tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_array_equal(one.logprobs, expected.logprobs)
 
 
 def test_histories_are_one_sample_and_do_not_count_as_splits():
@@ -101,6 +117,11 @@ def test_every_sampled_token_is_trained_once_whatever_the_dialogue(data):
         ({"token_ids": [-1]}, InvalidInput, "-1 is not a token id"),
         ({"token_ids": [True]}, InvalidInput, "True is not a token id"),
         ({"token_ids": [2**40]}, InvalidInput, "is not a token id"),
+        ({"token_ids": array("i", [-1])}, InvalidInput, "-1 is not a token id"),
+        ({"token_ids": array("i", [100])}, InvalidInput, "vocabulary of 100"),
+        ({"token_ids": array("d", [1.0])}, InvalidInput, "1.0 is not a token id"),
+        ({"prompt_token_ids": array("i")}, MissingTokens, "no prompt_token_ids"),
+        ({"token_logprobs": array("d", [math.inf])}, InvalidInput, "inf"),
         ({"sampling": None}, MissingTokens, "sampling"),
         ({"sampling": {"temperature": -1, "comparable": True}}, MissingTokens, "sampling"),
     ],
