@@ -29,6 +29,7 @@ COMMANDS = {
     "pull": ("art_sky.cli.pull", "Copy a model from another store, or its trajectories into parquet files."),
     "fork": ("art_sky.cli.fork", "Begin a new model with a step of another one."),
     "verify": ("art_sky.cli.verify", "Read again and hash everything a model needs."),
+    "repair": ("art_sky.cli.repair", "Mend what `art-sky verify` finds; with --apply, write it."),
     "gc": ("art_sky.cli.gc", "Find what no step needs; with --delete, delete it."),
     "check": ("art_sky.cli.check", "Try out what a store can do."),
     "down": ("art_sky.cli.down", "End clusters."),

@@ -164,14 +164,20 @@ class ModelStore(RunLog):
     # --- steps ---
 
     def head(self) -> Head:
-        """Raises NotFound when no step was committed yet."""
+        """Raises NotFound when no step was committed yet, CorruptObject when HEAD is damaged or was deleted."""
         try:
             head = self.read(Head, "HEAD")
         except ObjectNotFound:
+            self.refuse_lost_head()
             head = None
         if head is None or head.step == NO_STEP:
             raise NotFound(f"{self.prefix} in {self.store.url} has no step yet; register the model and wait")
         return head
+
+    def refuse_lost_head(self) -> None:
+        """To be asked when there is no HEAD: it is written before the first manifest, and never deleted."""
+        if self.names("manifests/") and not self._has("HEAD"):
+            raise self.corrupt("HEAD", "it is missing, although there are steps")
 
     def manifest(self, key: str) -> Manifest:
         """The manifest at a key such as HEAD's `manifest`; not to be changed by the caller."""
@@ -200,13 +206,24 @@ class ModelStore(RunLog):
                 raise CorruptObject(
                     f"step {step} of {self.prefix} follows step {manifest.step}; see `art-sky verify`", key=key
                 )
+            if manifest.parent is None and manifest.step != 0:
+                raise CorruptObject(
+                    f"step {manifest.step} of {self.prefix} has no parent; see `art-sky verify`", key=key
+                )
             yield key, manifest
             key, step = manifest.parent, manifest.step
+
+    def head_chain(self, head: Head) -> Iterator[tuple[str, Manifest]]:
+        """(key, manifest) from HEAD back to step 0. Raises CorruptObject also when HEAD names another step."""
+        for key, manifest in self.chain(head.manifest or None):
+            if key == head.manifest and manifest.step != head.step:
+                raise self.corrupt("HEAD", f"it says step {head.step}, and its manifest is of step {manifest.step}")
+            yield key, manifest
 
     def manifest_at(self, step: int) -> Manifest:
         """Raises NotFound for a step that is not reachable from HEAD."""
         head = self.head()
-        for _, manifest in self.chain(head.manifest):
+        for _, manifest in self.head_chain(head):
             if manifest.step == step:
                 return manifest
         raise NotFound(f"{self.prefix} has no step {step}; its steps are 0 to {head.step}")
@@ -352,7 +369,7 @@ class ModelStore(RunLog):
             head = self.head()
         except NotFound:
             return []
-        return list(self.chain(head.manifest))
+        return list(self.head_chain(head))
 
     def _has(self, name: str) -> bool:
         try:

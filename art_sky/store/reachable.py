@@ -57,7 +57,7 @@ def find_reachable(
             found.refs[name.removeprefix("refs/")] = model.read(Ref, name).manifest
     named = set(found.refs.values())
     with _noted(broken):
-        for key, manifest in model.chain(_newest(model)):
+        for key, manifest in _newest_first(model):
             found.steps.insert(0, Step(key, manifest, f"deleted/{manifest_name(manifest)}" in gone))
     for step in found.steps:
         found.manifests[step.key] = step.manifest
@@ -94,11 +94,12 @@ def need_adoptable(model: ModelStore, found: Reachable) -> None:
             found.need_batch(manifest)
 
 
-def _newest(model: ModelStore) -> str | None:
+def _newest_first(model: ModelStore) -> Iterator[tuple[str, Manifest]]:
     try:
-        return model.head().manifest
+        head = model.head()
     except NotFound:
-        return None
+        return
+    yield from model.head_chain(head)
 
 
 @contextmanager

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
-from art_sky.errors import ArtSkyError, CorruptObject, NotFound, ObjectNotFound
+from art_sky.errors import ArtSkyError, CorruptObject, ObjectNotFound
 from art_sky.schemas import AttemptRecord, FileRef, Head, HistoryRow, Manifest, ModelRecord, Record, TrainRequestRecord
 from art_sky.store.batches import decode_batch
-from art_sky.store.copy import Progress, copy_blob
-from art_sky.store.deletion import read_condemned
+from art_sky.store.copy import Progress
 from art_sky.store.history import STATE
 from art_sky.store.model_store import ModelStore, Ref
 from art_sky.store.reachable import NeededBlob, Reachable, find_reachable
-from art_sky.store.writer import LEASE
 
 THREADS = 8
 READ_TRIES = 2  # a block may be changed on its way, too
@@ -55,13 +52,13 @@ def verify_model(model: ModelStore, threads: int = THREADS, progress: Progress |
         model.record()  # raises, unless it has come since
     report = Verification()
     with ThreadPoolExecutor(threads) as pool:
-        broken += [e for e in pool.map(lambda name: _check_record(model, name), names) if e is not None]
+        broken += [e for e in pool.map(lambda name: check_record(model, name), names) if e is not None]
         found = find_reachable(model, broken=broken)
         total = sum(blob.ref.size for blob in found.blobs.values())
         lock = threading.Lock()
 
         def check(blob: NeededBlob) -> tuple[NeededBlob, ArtSkyError | None]:
-            error = _check_blob(model, blob.ref)
+            error = check_blob(model, blob.ref)
             with lock:
                 report.bytes += blob.ref.size
                 if progress is not None:
@@ -74,37 +71,6 @@ def verify_model(model: ModelStore, threads: int = THREADS, progress: Progress |
     return report
 
 
-def mend(model: ModelStore, damages: Iterable[Damage], other: ModelStore, owner: str, wait_seconds: float) -> list[str]:
-    """Brings what is damaged from another store that has the same model; returns the keys that were mended.
-
-    Only immutable objects are replaced, never HEAD, and only by bytes that were checked. What the other store does
-    not have stays as it is. Raises LeaseLost, naming the holder, when a server has the model.
-    """
-    if model.prefix != other.prefix:
-        raise NotFound(f"{other.prefix} is not {model.prefix}; name a store that has the same model")
-    mended = []
-    lease = model.store.acquire(model.key(LEASE), owner, wait_seconds)
-    try:
-        model.condemned |= read_condemned(model)
-        for damage in damages:
-            lease.check()
-            try:
-                if damage.ref is not None:
-                    copy_blob(other, model, damage.ref)
-                elif _is_immutable(name := model.name_of(damage.key)):
-                    data = other.store.get(damage.key).data
-                    _parse(other, name, data)
-                    model.store.put(damage.key, data)
-                else:
-                    continue
-            except (ObjectNotFound, CorruptObject):
-                continue
-            mended.append(damage.key)
-    finally:
-        lease.release()
-    return mended
-
-
 def _names(model: ModelStore) -> list[str]:
     """The records, without those that nobody needs."""
     names = [model.name_of(info.key) for info in model.store.list(f"{model.prefix}/")]
@@ -112,9 +78,10 @@ def _names(model: ModelStore) -> list[str]:
     return [n for n in names if n in ("model.json", "HEAD", STATE) or n.startswith(kinds)]
 
 
-def _check_record(model: ModelStore, name: str) -> CorruptObject | None:
+def check_record(model: ModelStore, name: str) -> CorruptObject | None:
+    """What is wrong with a record; None also when it was deleted meanwhile."""
     try:
-        _parse(model, name, model.store.get(model.key(name)).data)
+        parse_record(model, name, model.store.get(model.key(name)).data)
     except CorruptObject as e:
         return e
     except ObjectNotFound:
@@ -122,7 +89,8 @@ def _check_record(model: ModelStore, name: str) -> CorruptObject | None:
     return None
 
 
-def _parse(model: ModelStore, name: str, data: bytes) -> None:
+def parse_record(model: ModelStore, name: str, data: bytes) -> None:
+    """Raises CorruptObject unless `data` is what the record `name` may hold."""
     if name.endswith(".zst"):
         try:
             decode_batch(data)
@@ -144,11 +112,13 @@ def _kind(name: str) -> type[Record] | None:
     return next((kind for begin, kind in RECORDS.items() if name.startswith(begin)), None)
 
 
-def _is_immutable(name: str) -> bool:
+def is_immutable(name: str) -> bool:
+    """Whether a record never changes, so that any whole copy of it is as good."""
     return name.startswith(("manifests/", "trajectories/")) or (name.startswith("requests/") and name.count(".") == 1)
 
 
-def _check_blob(model: ModelStore, ref: FileRef) -> ArtSkyError | None:
+def check_blob(model: ModelStore, ref: FileRef) -> ArtSkyError | None:
+    """ObjectNotFound or CorruptObject, None when its bytes are right."""
     error: ArtSkyError | None = None
     for _ in range(READ_TRIES):
         try:
@@ -170,14 +140,14 @@ def _records(model: ModelStore, broken: list[CorruptObject], found: Reachable) -
         steps: list[int] = []
         needed_by = ["the model"]
         if name == "HEAD":
-            how = "write HEAD as the newest manifest says it, or restore it from a backup of the store"
+            how = f"let it be written again from the newest whole step: art-sky repair {model.prefix}"
             needed_by = ["every step"]
         elif name.startswith("manifests/"):
             oldest = found.steps[0].manifest.step if found.steps else 0
             steps = list(range(oldest))  # nobody reaches those below it
             needed_by = [f"steps 0 to {oldest - 1}"] if steps else ["HEAD or a ref"]
             how = _elsewhere(model)
-        elif _is_immutable(name):
+        elif is_immutable(name):
             how = _elsewhere(model)
         else:
             how = "restore it from a backup of the store, or delete it"
@@ -212,4 +182,4 @@ def _blob(
 
 
 def _elsewhere(model: ModelStore) -> str:
-    return f"bring it from another store that has this model: art-sky verify {model.prefix} --mend-from URL"
+    return f"bring it from another store that has this model: art-sky repair {model.prefix} --from URL"

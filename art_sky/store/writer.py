@@ -53,8 +53,7 @@ class Writer:
             self._head, self._etag = self._fence()
             # After the fence: who writes such a list later finds that HEAD is not theirs, and deletes nothing.
             model.condemned |= read_condemned(model)
-            chain = model.chain(self._head.manifest or None)
-            self._applied = {manifest.request: key for key, manifest in chain}
+            self._applied = {manifest.request: key for key, manifest in model.head_chain(self._head)}
         except BaseException:
             self._lease.release()
             raise
@@ -206,6 +205,7 @@ class Writer:
             try:
                 found = self.model.store.get(key)
             except ObjectNotFound:
+                self.model.refuse_lost_head()
                 found = None
             old = Head(step=NO_STEP, manifest="", generation=0, nonce="")
             if found is not None:

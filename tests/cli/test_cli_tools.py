@@ -119,7 +119,7 @@ def test_gc_is_a_dry_run_until_it_is_told(tmp_path: Path, capsys: pytest.Capture
     assert run("verify", "agent") == 0
 
 
-def test_verify_and_mend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_and_repair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("push", "agent", "--to", "bucket") == 0
     assert run("verify", "agent") == 0
     assert "all whole" in capsys.readouterr().out
@@ -127,11 +127,17 @@ def test_verify_and_mend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         blob.write_bytes(b"[]")
     assert run("verify", "agent") == 1
     out = capsys.readouterr().out
-    assert "damaged: proj/agent/blobs/" in out and "steps 0, 1, 2, 3" in out and "--mend-from" in out
+    assert "damaged: proj/agent/blobs/" in out and "steps 0, 1, 2, 3" in out and "art-sky repair" in out
     report = document(capsys, "verify", "agent", code=1)
     assert [d["problem"] for d in report["damages"]] == ["damaged"]
-    assert document(capsys, "verify", "agent", "--mend-from", "empty", code=1)["mended"] == []
-    assert len(document(capsys, "verify", "agent", "--mend-from", "bucket")["mended"]) == 1
+    assert document(capsys, "repair", "agent", "--from", "empty", "--apply", code=1)["repairs"] == []
+    assert run("repair", "agent", "--from", "bucket") == 1
+    assert "Nothing was changed. Mend it with --apply." in (out := capsys.readouterr().out) and "copy it from" in out
+    (tmp_path / ".art-sky" / "proj" / "agent" / "HEAD").unlink()
+    done = document(capsys, "repair", "agent", "--from", "bucket", "--apply")
+    assert [r["key"].split("/")[2] for r in done["repairs"]] == ["HEAD", "blobs"] and done["damages"] == []
+    assert run("repair", "agent") == 0
+    assert "is whole" in capsys.readouterr().out
 
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,9 @@ from art_sky.store.fork import fork_model
 from art_sky.store.gc import collect, find_garbage
 from art_sky.store.model_store import ModelStore, Ref
 from art_sky.store.refs import add_ref, delete_ref, find_step
+from art_sky.store.repair import Repair, make_repairs, plan_repairs
 from art_sky.store.retention import delete_checkpoints
-from art_sky.store.verify import mend, verify_model
+from art_sky.store.verify import verify_model
 
 
 def make(folder: Path, name: str = "m", steps: int = 3) -> ModelStore:
@@ -433,7 +434,15 @@ def test_a_bucket(moto: str, tmp_path: Path) -> None:
     assert copy_model(child, pulled, "test").step == 0 and weights(pulled, 0) == b"weights 1"
 
 
-# --- verify and mend ---
+# --- verify and repair ---
+
+
+def repair(model: ModelStore, origin: ModelStore | None = None) -> list[str]:
+    """One round; the keys that were planned."""
+    model = fresh(model)
+    planned = plan_repairs(model, verify_model(model).damages, origin)
+    make_repairs(model, planned, "test")
+    return [r.key for r in planned]
 
 
 def test_verify_names_what_is_damaged_and_mends_it(tmp_path: Path) -> None:
@@ -450,9 +459,10 @@ def test_verify_names_what_is_damaged_and_mends_it(tmp_path: Path) -> None:
         (bad, "damaged", (2,)),
         (gone, "missing", (2,)),
     }
-    assert all("--mend-from" in d.mend and "batch of step 2" in d.mend for d in report.damages)
+    assert all("art-sky repair p/m --from" in d.mend and "batch of step 2" in d.mend for d in report.damages)
     assert report.damages[0].needed_by[0].startswith("step 2: ")
-    assert set(mend(model, report.damages, copy, "test", 0)) == {bad, gone}
+    assert plan_repairs(model, report.damages) == []
+    assert set(repair(model, copy)) == {bad, gone}
     assert whole(model) == []
 
 
@@ -468,7 +478,7 @@ def test_verify_damaged_records(tmp_path: Path) -> None:
     damages = {d.key: d for d in verify_model(fresh(model)).damages}
     assert set(damages) == {steps[1].key, trajectory, "p/m/history/val/00000001-0001.json"}
     assert damages[steps[1].key].steps == [0, 1]
-    assert len(mend(model, damages.values(), copy, "test", 0)) == 2
+    assert set(repair(model, copy)) == {steps[1].key, trajectory}
     assert whole(model) == ["damaged p/m/history/val/00000001-0001.json"]
 
 
@@ -500,6 +510,96 @@ def test_a_head_edited_by_hand(tmp_path: Path, edit: bytes, message: str) -> Non
             verify_model(model)
     else:
         assert verify_model(model).damages
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        None,
+        b"{",
+        b'{"step": 3, "manifest": "p/m/manifests/no.json", "generation": 1, "nonce": ""}',
+        b'{"step": 2, "manifest": "p/m/manifests/00000003-r3-1.json", "generation": 1, "nonce": ""}',
+    ],
+)
+def test_a_lost_head_is_written_again(tmp_path: Path, edit: bytes | None) -> None:
+    model = make(tmp_path / "s")
+    head, before = model.head(), objects(model)
+    if edit is None:
+        path(model, "p/m/HEAD").unlink()
+    else:
+        path(model, "p/m/HEAD").write_bytes(edit)
+    for use in (lambda m: m.open_writer("a server"), lambda m: find_garbage(m, 0), lambda m: m.manifest_at(3)):
+        with pytest.raises(CorruptObject, match="verify"):
+            use(fresh(model))
+    assert repair(model) == ["p/m/HEAD"] and whole(model) == []
+    again = fresh(model).head()
+    assert (again.step, again.manifest, again.attempt) == (head.step, head.manifest, head.attempt)
+    assert again.generation > head.generation
+    after = objects(model)
+    assert after.pop("p/m/HEAD") != before.pop("p/m/HEAD") and after == before
+    assert repair(model) == []
+    train(fresh(model), range(4, 5))
+    assert whole(model) == []
+
+
+def test_head_goes_to_the_newest_step_that_is_whole(tmp_path: Path) -> None:
+    model = make(tmp_path / "s")
+    copy = ModelStore(open_store(str(tmp_path / "d")), "p", "m")
+    copy_model(model, copy, "test")
+    state = model.blob_key(model.manifest_at(3).files["trainer/state.json"].sha256)
+    path(model, state).write_bytes(b"state X")
+    path(model, "p/m/HEAD").write_bytes(b"{")
+    damages = verify_model(fresh(model)).damages
+    assert "for step 2" in plan_repairs(fresh(model), damages)[0].how
+    assert "for step 3" in plan_repairs(fresh(model), damages, copy)[0].how
+    assert repair(model, copy) == ["p/m/HEAD"]
+    assert repair(model, copy) == [state], "what HEAD leads to is seen when it is mended"
+    assert whole(model) == [] and weights(model, 3) == b"weights 3"
+
+
+def test_head_goes_to_what_was_applied(tmp_path: Path) -> None:
+    model = make(tmp_path / "s")
+    steps = model.steps()
+    for number, request in ((4, "given-up"), (3, "overtaken")):
+        changes = {"step": number, "request": request, "parent": steps[number - 1].key}
+        manifest = steps[-1].manifest.model_copy(update=changes)
+        model.create_record(f"manifests/{number:08d}-{request}-9.json", manifest)
+    model.begin_request(request_of("given-up", model.put_blob(b"batch")))
+    model.end_attempt(model.begin_attempt("given-up", 1), "cancelled")
+    path(model, "p/m/HEAD").unlink()
+    (planned,) = plan_repairs(fresh(model), verify_model(fresh(model)).damages)
+    assert f"for step 3 ({steps[3].key})" in planned.how
+
+
+def test_what_became_whole_meanwhile_is_not_written(tmp_path: Path) -> None:
+    model = make(tmp_path / "s")
+    copy = ModelStore(open_store(str(tmp_path / "d")), "p", "m")
+    copy_model(model, copy, "test")
+    step = model.steps()[1]
+    planned: list[Repair] = []
+    for key in (step.key, model.blob_key(step.manifest.files["trainer/state.json"].sha256), "p/m/HEAD"):
+        before = model.store.get(key).data
+        path(model, key).write_bytes(b"{")
+        planned += plan_repairs(fresh(model), verify_model(fresh(model)).damages, copy)
+        path(model, key).write_bytes(before)
+    assert len(planned) == 3
+    versions = {i.key: i.etag for i in model.store.list("") if "/leases/" not in i.key}
+    make_repairs(model, planned, "test")
+    assert versions == {i.key: i.etag for i in model.store.list("") if "/leases/" not in i.key}
+    assert whole(model) == []
+
+
+def test_a_fork_is_mended_from_its_source_and_a_served_model_is_not(tmp_path: Path) -> None:
+    source = make(tmp_path / "s")
+    child = ModelStore(open_store(str(tmp_path / "d")), "p", "child")
+    fork_model(source, 2, child, "test", created_by="test", copy=True)
+    blob = child.blob_key(child.manifest_at(0).files["trainer/state.json"].sha256)
+    path(child, blob).unlink()
+    with child.open_writer("a server"), pytest.raises(LeaseLost, match="a server"):
+        repair(child)
+    with pytest.raises(NotFound, match="same model"):
+        plan_repairs(child, [], source)
+    assert repair(child) == [blob] and whole(child) == []
 
 
 def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
