@@ -54,6 +54,7 @@ class NodeOrder:
     labels: dict[str, str]
     disk_gib: int = 100
     image_id: str | None = None
+    node_role: str | None = None
     cloud_key_on_node: bool = False  # only where the cloud has no other node-side teardown
 
 

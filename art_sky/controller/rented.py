@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from art_sky.config import Limits, Settings
+from art_sky.controller.provider import Wanted
 from art_sky.schemas import Wire
 
 ClusterWanted = Literal["up", "down"]
@@ -39,6 +40,7 @@ class LaunchRequest(Settings):
     max_price: float | None = None
     disk_gib: int = 100
     image_id: str | None = None
+    node_role: str | None = None  # AWS: the instance profile; else SkyPilot's own
     limits: Limits = Limits()
     store: str
     server: dict[str, Any] = {}
@@ -46,6 +48,9 @@ class LaunchRequest(Settings):
     allow_cloud_key_on_node: bool = False
     allow_untested: bool = False
     keep: bool = False  # a machine whose launch failed is kept for a look, until its own limits end it
+
+    def wanted(self) -> Wanted:
+        return Wanted(self.gpus, self.clouds, self.regions, self.spot, self.max_price, self.cpus, self.memory)
 
 
 class Node(Wire):
