@@ -57,9 +57,10 @@ def api_router(server: Server) -> APIRouter:
         return await server.status()
 
     @router.post("/shutdown", status_code=202)
-    async def shutdown() -> dict[str, Any]:
-        """The server ends soon; what it accepted and did not end is finished by the next one."""
-        asyncio.get_running_loop().call_soon(server.stop)
+    async def shutdown(drain_seconds: Annotated[float, Query(ge=0, le=3600)] = 0.0) -> dict[str, Any]:
+        """The server ends soon. With `drain_seconds` it takes no new train request and finishes the accepted ones
+        first, as far as that time goes; what is left is finished by the next server."""
+        server.drain(drain_seconds)
         return {"stopping": True}
 
     return router
@@ -71,7 +72,9 @@ def _model_routes(router: APIRouter, server: Server) -> None:
     @router.post("/models")
     async def register(body: RegisterRequest) -> ModelStatus:
         """Registers a model, new or known, and goes on from its HEAD. The first one starts engine and trainer."""
-        return await server.register(body)
+        status = await server.register(body)
+        server.activity.touch()
+        return status
 
     @router.get("/models")
     async def models() -> list[ModelStatus]:

@@ -115,6 +115,7 @@ class Jobs:
         self._jobs: dict[str, LiveJob] = {}
         self._queue: asyncio.Queue[LiveJob] = asyncio.Queue()
         self._submitting = asyncio.Lock()
+        self._closing = False
         self._runner: asyncio.Task[None] | None = None
         self._preparing: set[asyncio.Task[None]] = set()
 
@@ -132,6 +133,19 @@ class Jobs:
     def all(self) -> list[Job]:
         return [job.view() for job in self._jobs.values()]
 
+    def unfinished(self) -> list[LiveJob]:
+        """Accepted, and neither committed nor failed nor cancelled."""
+        return [job for job in self._jobs.values() if job.state not in JOB_TERMINAL]
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no new request from here on, and waits at most `seconds` for those that were accepted."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                for job in self.unfinished():
+                    async for _ in job.events(0):
+                        pass
+
     async def submit(self, model: ServedModel, request: TrainRequest) -> LiveJob:
         """The job of this request id: new, running, or ended before, whichever it is.
 
@@ -141,6 +155,8 @@ class Jobs:
             live = self._jobs.get(request.request_id)
             if live is not None and live.model is not model:
                 raise Conflict(f"train request {request.request_id} belongs to another model; use a new id")
+            if self._closing and (live is None or live.again):
+                raise Busy("this server is about to end and takes no new train request; send it again to the next one")
             record = await asyncio.to_thread(_begin, model, request)
             if live is not None and not live.again:
                 return live

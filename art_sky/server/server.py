@@ -14,7 +14,7 @@ from typing import Any
 from art_sky import __version__
 from art_sky.config import ServerConfig
 from art_sky.errors import ArtSkyError, StoreError
-from art_sky.schemas import ModelStatus, RegisterRequest, ServerStatus
+from art_sky.schemas import JOB_TERMINAL, Job, ModelStatus, RegisterRequest, ServerStatus
 from art_sky.server.activity import Activity
 from art_sky.server.exchange_log import ExchangeLog
 from art_sky.server.gateway import Gateway
@@ -27,7 +27,7 @@ from art_sky.store.model_store import ModelStore
 
 log = logging.getLogger("art_sky.server")
 
-SHOWN_JOBS = 50  # newest ones, in the status
+SHOWN_JOBS = 50  # in the status, beside those that have not ended
 
 
 class Server:
@@ -64,9 +64,19 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.jobs.close()
+        await asyncio.to_thread(self._tell_unfinished)
         await self.registry.close()
         await self.exchanges.close()
         self.rollouts.close()
+
+    def drain(self, seconds: float) -> None:
+        """Ends the server as soon as all accepted train requests have ended, at the latest after `seconds`."""
+
+        async def drained() -> None:
+            await self.jobs.drain(seconds)
+            self.stop()
+
+        self._tasks.append(asyncio.create_task(drained(), name="drain"))
 
     async def register(self, request: RegisterRequest) -> ModelStatus:
         model, new = await self.registry.register(request)
@@ -74,7 +84,6 @@ class Server:
             await asyncio.to_thread(self._remember_models)
             if isinstance(model, ServedModel):
                 await self.jobs.recover(model)
-        self.activity.touch()
         return self.registry.status(model)
 
     async def status(self) -> ServerStatus:
@@ -95,8 +104,21 @@ class Server:
             engine={**engine, **self.gateway.stats()},
             trainer=trainer,
             models=[registry.status(m) for m in registry.all()],
-            jobs=self.jobs.all()[-SHOWN_JOBS:],
+            jobs=self._shown_jobs(),
         )
+
+    def _shown_jobs(self) -> list[Job]:
+        """All that have not ended, and the newest of the others."""
+        jobs = self.jobs.all()
+        return [job for n, job in enumerate(jobs, SHOWN_JOBS - len(jobs)) if n >= 0 or job.state not in JOB_TERMINAL]
+
+    def _tell_unfinished(self) -> None:
+        """For whoever ends this machine: what it would lose, if no server followed."""
+        names = [f"{job.model.project}/{job.model.name} {job.record.request}" for job in self.jobs.unfinished()]
+        try:
+            (self.state / "unfinished.json").write_text(json.dumps({"pid": os.getpid(), "requests": names}))
+        except OSError as e:
+            log.error("unfinished train requests: %s (cannot be written down: %s)", ", ".join(names) or "none", e)
 
     @property
     def _models_file(self) -> Path:

@@ -186,3 +186,52 @@ async def test_shutdown_leaves_a_running_job_to_the_next_server(tiny_model: Path
     async with harness(tiny_model, tmp_path) as later:
         await later.register()
         assert (await later.finish("r1"))["result"]["step"] == 1
+
+
+async def test_a_draining_server_finishes_what_it_accepted_refuses_the_rest_and_ends(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    data = encode_batch([GROUP])
+    sha = hashlib.sha256(data).hexdigest()
+    train = "/api/v1/models/p/agent/train"
+    async with served(tiny_model, tmp_path) as (client, _, trainer):
+        trainer.gate = asyncio.Event()
+        await client.put(f"/api/v1/models/p/agent/blobs/{sha}", content=data)
+        for request in ("r1", "r2"):
+            await client.post(train, json={"request_id": request, "batch": sha})
+        await client.post("/api/v1/shutdown", params={"drain_seconds": 20})
+        refused = await client.post(train, json={"request_id": "r3", "batch": sha})
+        assert refused.status_code == 503 and refused.json()["error"]["retryable"]
+        again = await client.post(train, json={"request_id": "r2", "batch": sha})
+        assert again.status_code == 202 and again.json()["state"] == "queued"
+        trainer.gate.set()
+        events = (await client.get("/api/v1/jobs/r2/events")).text
+        assert '"step": 2' in events or '"step":2' in events
+    assert json.loads((tmp_path / "state" / "unfinished.json").read_text())["requests"] == []
+    async with harness(tiny_model, tmp_path) as later:
+        assert (await later.register()).json()["step"] == 2
+        assert (await later.client.get("/api/v1/jobs/r3")).status_code == 404  # it was never accepted
+
+
+async def test_a_drain_has_a_deadline_and_names_what_is_left(tiny_model: Path, tmp_path: Path) -> None:
+    data = encode_batch([GROUP])
+    sha = hashlib.sha256(data).hexdigest()
+    async with served(tiny_model, tmp_path) as (client, _, trainer):
+        trainer.gate = asyncio.Event()  # never opened
+        await client.put(f"/api/v1/models/p/agent/blobs/{sha}", content=data)
+        await client.post("/api/v1/models/p/agent/train", json={"request_id": "r1", "batch": sha})
+        await until(lambda: trainer.tasks)
+        await client.post("/api/v1/shutdown", params={"drain_seconds": 0.05})
+    told = json.loads((tmp_path / "state" / "unfinished.json").read_text())
+    assert told == {"pid": os.getpid(), "requests": ["p/agent r1"]}
+
+
+async def test_models_that_come_back_after_a_restart_are_no_work(tiny_model: Path, tmp_path: Path) -> None:
+    async with harness(tiny_model, tmp_path) as before:
+        await before.register()
+    async with harness(tiny_model, tmp_path) as after:
+        began = after.server.activity._last
+        await until(lambda: after.server.registry.all())
+        assert after.server.activity._last == began
+        await after.register()
+        assert after.server.activity._last > began
