@@ -3,7 +3,7 @@
 The fork's step 0 has the files of the forked step (adapter and trainer state), so that its own steps count from 0
 without a gap; its record and the step's `reason` say where it comes from. No bytes are copied where the fork can
 read the source for good: it names the source in its files (`FileRef.root`), and a ref in the source
-(`refs/fork-...`, which no command deletes) keeps them there. Otherwise they are copied.
+(`refs/fork-...`, see `art_sky.store.refs`) keeps them there. Otherwise they are copied.
 
 The order matters: the ref comes first, then the files are read, then the fork is written. So whoever cleans up the
 source meanwhile either sees the ref or is seen (`add_ref`, `delete_checkpoints`).
@@ -108,7 +108,9 @@ def _keep(source: ModelStore, step: Step, destination: ModelStore) -> str | None
     """Makes the ref; None, or why that could not be done."""
     name = f"{FORK}{destination.name[:40]}-{uuid.uuid4().hex[:12]}"
     try:
-        add_ref(source, name, step)
+        url = destination.store.url
+        place = BlobRoot(store=None if url == source.store.url else url, model=destination.prefix)
+        add_ref(source, name, step, place)
     except (ObjectNotFound, CorruptObject):
         raise
     except StoreError as e:

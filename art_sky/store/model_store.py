@@ -7,7 +7,7 @@
       requests/<request>.<n>.json                  its attempt n
       manifests/<step>-<request>-<generation>.json a step: its files, parent and metrics
       HEAD                                         the newest step
-      refs/<name>                                  {"manifest": key}: a step that is never deleted
+      refs/<name>                                  a step that is never deleted
       deleted/<the manifest's name>                its files were deleted by `delete_checkpoints`
       gc/<nonce>.json                              what somebody is about to delete
       copies/<hash of a source>.json               what `art_sky.store.copy` brought from there
@@ -74,6 +74,7 @@ class Ref(Record):
     """`refs/<name>`."""
 
     manifest: str
+    fork: BlobRoot | None = None  # the model for which a fork made it
 
 
 class Deletion(Record):
@@ -203,9 +204,7 @@ class ModelStore(RunLog):
         while key is not None:
             manifest = self.manifest(key)
             if step is not None and manifest.step != step - 1:
-                raise CorruptObject(
-                    f"step {step} of {self.prefix} follows step {manifest.step}; see `art-sky verify`", key=key
-                )
+                raise self.corrupt(self.name_of(key), f"step {step} follows step {manifest.step}")
             if manifest.parent is None and manifest.step != 0:
                 raise CorruptObject(
                     f"step {manifest.step} of {self.prefix} has no parent; see `art-sky verify`", key=key

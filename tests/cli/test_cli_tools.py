@@ -176,6 +176,16 @@ def test_tag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no tag 'good'" in capsys.readouterr().err
 
 
+def test_tag_of_a_fork(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fork", "agent@1", "child") == 0
+    (name,) = document(capsys, "steps", "proj/agent")["steps"][1]["tags"]
+    assert run("tag", "proj/agent", name, "--delete") == 1
+    assert "proj/child in file://" in capsys.readouterr().err
+    assert run("tag", "proj/agent", name, "--force") == 2
+    assert run("tag", "proj/agent", name, "--delete", "--force") == 0
+    assert document(capsys, "steps", "proj/agent")["steps"][1]["tags"] == []
+
+
 def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("diff", "agent@1", "agent") == 0
     out = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from art_sky.schemas import FileRef, ModelRecord, TrainRequestRecord
 from art_sky.store import open_store
 from art_sky.store.batches import encode_batch
 from art_sky.store.check import check_store
-from art_sky.store.copy import copy_model
+from art_sky.store.copy import copy_blob, copy_model
 from art_sky.store.deletion import Condemned
 from art_sky.store.diff import diff_steps
 from art_sky.store.export import export_adapter
@@ -623,12 +624,61 @@ def test_refs(tmp_path: Path) -> None:
         add_ref(model, "best", find_step(model, 2))
     with pytest.raises(InvalidInput):
         add_ref(model, "../HEAD", find_step(model, 2))
-    with pytest.raises(InvalidInput, match="fork"):
-        delete_ref(model, "fork-x")
     with pytest.raises(NotFound):
         delete_ref(model, "worst")
     delete_ref(model, "best")
     assert model.refs() == {}
+
+
+def test_the_ref_of_a_fork_that_needs_it_stays(tmp_path: Path) -> None:
+    source = make(tmp_path / "s")
+    other = open_store(str(tmp_path / "other"))
+    child, grandchild = ModelStore(source.store, "p", "child"), ModelStore(other, "p", "grandchild")
+    fork_model(source, 1, child, "test", created_by="test")
+    (name,) = source.refs()
+    with pytest.raises(Conflict, match=r"keeps step 1 of p/m, of which p/child in .* reads 3 files.*--force"):
+        delete_ref(source, name)
+    fork_model(child, 0, grandchild, "test", created_by="test", copy=True)
+    shutil.rmtree(path(source, "p/child"))
+    delete_ref(source, name)
+    assert source.refs() == {} and whole(grandchild) == []
+
+
+def test_the_ref_of_a_fork_of_a_fork_and_of_copies(tmp_path: Path) -> None:
+    source = make(tmp_path / "s")
+    child, grandchild = ModelStore(source.store, "p", "child"), ModelStore(source.store, "p", "grandchild")
+    fork_model(source, 1, child, "test", created_by="test")
+    fork_model(child, 0, grandchild, "test", created_by="test")
+    (name,) = source.refs()
+    shutil.rmtree(path(source, "p/child"))
+    with pytest.raises(Conflict, match="p/grandchild"):
+        delete_ref(source, name)
+    for ref in grandchild.manifest_at(0).files.values():
+        copy_blob(source, grandchild, ref)
+    delete_ref(source, name)
+    with source.open_writer("clean") as writer:
+        delete_checkpoints(writer)
+        collect(writer, 0)
+    assert whole(grandchild) == [] and weights(grandchild, 0) == b"weights 1"
+
+
+def test_the_ref_of_a_fork_that_cannot_be_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make(tmp_path / "s")
+    child = ModelStore(open_store(str(tmp_path / "disk")), "p", "child")
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "open_writer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fork_model(source, 1, child, "test", created_by="test")
+    (name,) = source.refs()
+    with pytest.raises(Conflict, match="being made or was broken off"):
+        delete_ref(source, name)
+    (tmp_path / "disk").rename(tmp_path / "unplugged")
+    with pytest.raises(Conflict, match="a disk that is missing now"):
+        delete_ref(fresh(source), name)
+    delete_ref(fresh(source), name, force=True)
+    source.create_record("refs/fork-old", Ref(manifest=source.steps()[1].key))
+    with pytest.raises(Conflict, match="not known"):
+        delete_ref(source, "fork-old")
 
 
 def test_a_ref_that_comes_while_the_step_is_being_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
