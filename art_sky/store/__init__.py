@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -41,9 +44,23 @@ def open_store(url: str) -> Store:
 
 def _open_bucket(url: str) -> Store:
     try:
-        from art_sky.store.s3 import S3Store
+        with _no_garbage_collection():
+            from art_sky.store.s3 import S3Store
+
+            return S3Store(url)
     except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] not in ("boto3", "botocore"):
+        if (e.name or "").partition(".")[0] not in ("botocore", "urllib3"):
             raise
-        raise InvalidConfig("a store in a bucket needs boto3: pip install 'art-sky[s3]'") from e
-    return S3Store(url)
+        raise InvalidConfig("a store in a bucket needs botocore: pip install 'art-sky[s3]'") from e
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """botocore loads a hundred thousand objects that all stay: to look for garbage among them takes a third of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

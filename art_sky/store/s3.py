@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import botocore.exceptions
 
@@ -31,7 +31,6 @@ from art_sky.store.keys import check_key, check_prefix, is_key
 from art_sky.store.protocol import ObjectInfo, StoredObject
 from art_sky.store.s3_client import Client, Timing
 from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained, kind_of, status_of
-from art_sky.store.s3_lease import BucketLease, SystemClock, take
 from art_sky.store.s3_location import parse_location
 from art_sky.store.s3_transfer import (
     SHA256,
@@ -44,6 +43,9 @@ from art_sky.store.s3_transfer import (
     part_source,
     upload_parts,
 )
+
+if TYPE_CHECKING:
+    from art_sky.store.s3_lease import BucketLease
 
 LEASE_MARGIN_SECONDS = 15.0
 
@@ -117,6 +119,8 @@ class S3Store:
             return  # it was absent
 
     def acquire(self, key: str, owner: str, wait_seconds: float = 0.0) -> BucketLease:
+        from art_sky.store.s3_lease import SystemClock, take  # its record's schema: not for what only copies files
+
         lease = take(self, check_key(key), owner, self._at.lease_ttl, wait_seconds, SystemClock())
         lease.keep()
         return lease

@@ -1,4 +1,4 @@
-"""One boto3 client for all threads, and when a call is made again.
+"""One botocore client for all threads, and when a call is made again.
 
 botocore's own retries are off: its retry of a put whose reply was lost would report 412, so that a won commit looks
 lost. Calls without a condition are made again here, with jitter, until a deadline.
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import boto3.session
 import botocore.exceptions
 from botocore.config import Config
+from botocore.session import Session
 
 from art_sky.errors import InvalidConfig
 from art_sky.store.s3_errors import CALL_ERRORS, code_of, explained, kind_of, status_of
@@ -42,7 +42,7 @@ class Timing:
 
 
 class Client:
-    """`raw` is the boto3 client, to be used within `retry`."""
+    """`raw` is the botocore client, to be used within `retry`."""
 
     def __init__(self, at: Location, timing: Timing) -> None:
         self.at = at
@@ -114,7 +114,24 @@ class Pauses:
 
 
 def _connect(at: Location, timing: Timing) -> Any:
-    config = Config(
+    try:
+        session = Session(profile=at.profile)
+        region = at.region or session.get_config_variable("region") or DEFAULT_REGION
+
+        def client(path_style: bool) -> Any:
+            config = _config(timing, path_style)
+            return session.create_client("s3", region_name=region, endpoint_url=at.endpoint_url, config=config)
+
+        path_style = at.endpoint_url is not None and not _is_aws(at.endpoint_url)
+        made = client(path_style)
+        # The endpoint may also come from the environment or the profile.
+        return made if path_style or _is_aws(made.meta.endpoint_url) else client(path_style=True)
+    except (botocore.exceptions.BotoCoreError, ValueError) as e:
+        raise InvalidConfig(f"cannot use s3://{at.bucket}: {e}; mend the store's URL or the AWS settings") from e
+
+
+def _config(timing: Timing, path_style: bool) -> Config:
+    return Config(
         signature_version="s3v4",
         connect_timeout=timing.connect,
         read_timeout=timing.read,
@@ -124,19 +141,13 @@ def _connect(at: Location, timing: Timing) -> Any:
         # Ours are in the request as they are; botocore's trailers are unknown to some servers.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
+        s3={"addressing_style": "path"} if path_style else None,
     )
-    try:
-        session = boto3.session.Session(profile_name=at.profile)
-        region = at.region or session.region_name or DEFAULT_REGION
-        client = session.client("s3", region_name=region, endpoint_url=at.endpoint_url, config=config)
-        # Also when the endpoint comes from the environment or the profile.
-        host = urlsplit(client.meta.endpoint_url).hostname or ""
-        if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-            path_style = config.merge(Config(s3={"addressing_style": "path"}))
-            client = session.client("s3", region_name=region, endpoint_url=at.endpoint_url, config=path_style)
-    except (botocore.exceptions.BotoCoreError, ValueError) as e:
-        raise InvalidConfig(f"cannot use s3://{at.bucket}: {e}; mend the store's URL or the AWS settings") from e
-    return client
+
+
+def _is_aws(endpoint: str) -> bool:
+    """Only there does every bucket have a host name of its own."""
+    return (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 def _means_no_checksums(error: Exception) -> bool:

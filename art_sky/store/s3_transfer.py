@@ -24,6 +24,7 @@ from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained,
 UPLOAD_PART = 16 << 20  # an object up to this size is one put
 MAX_PARTS = 10_000
 DOWNLOAD_PART = 8 << 20
+READ_BLOCK = 1 << 20  # bytes taken from a connection at a time, and what readers of streams ask for
 # User metadata of an object: who wrote it, and what it must hash to.
 WRITE, SHA256 = "art-sky-write", "art-sky-sha256"
 
@@ -133,14 +134,18 @@ def open_object(client: Client, name: str) -> tuple[BinaryIO, str]:
 
     wrong: set[str] = set()
 
-    def attempt() -> tuple[bytes, int, str]:
-        reply = client.raw.get_object(Bucket=client.at.bucket, Key=name)
-        size, etag = int(reply["ContentLength"]), str(reply["ETag"])
+    def attempt() -> tuple[list[bytes], int, str]:
+        reply = _get_beginning(client, name)
+        size, etag = _size(reply), str(reply["ETag"])
+        blocks: list[bytes] = []
         with reply["Body"] as body:
-            data = _read(body, min(size, DOWNLOAD_PART))
+            _read(body, min(size, DOWNLOAD_PART), blocks)
         expected = metadata(reply, SHA256)
-        if len(data) == size and expected is not None:
-            found = hashlib.sha256(data).hexdigest()
+        if size <= DOWNLOAD_PART and expected is not None:
+            digest = hashlib.sha256()
+            for block in blocks:
+                digest.update(block)
+            found = digest.hexdigest()
             if found != expected and found in wrong:  # what the network does to bytes it does not do twice
                 raise CorruptObject(
                     f"s3://{client.at.bucket}/{name} does not hold the bytes that were put; restore it from a backup"
@@ -148,72 +153,96 @@ def open_object(client: Client, name: str) -> tuple[BinaryIO, str]:
             wrong.add(found)
             if found != expected:
                 raise BrokenBody("its bytes do not match the hash that they were stored with")
-        return data, size, etag
+        return blocks, size, etag
 
-    data, size, etag = client.retry("read", name, attempt)
-    if len(data) == size:
-        return io.BytesIO(data), etag
-    # ~1 MiB at a time, as its readers ask for it.
-    return cast(BinaryIO, io.BufferedReader(_PartsReader(client, name, data, size, etag), 1 << 20)), etag
+    blocks, size, etag = client.retry("read", name, attempt)
+    return cast(BinaryIO, _PartsReader(client, name, blocks, size, etag)), etag
 
 
-class _PartsReader(io.RawIOBase):
-    """Gives parts in order while the next ones are on their way."""
+def _get_beginning(client: Client, name: str) -> dict[str, Any]:
+    """Asks for no more than is read at once: to break off a longer answer costs the connection and what was sent."""
+    place = {"Bucket": client.at.bucket, "Key": name}
+    try:
+        return dict(client.raw.get_object(**place, Range=f"bytes=0-{DOWNLOAD_PART - 1}"))
+    except botocore.exceptions.ClientError as e:
+        if status_of(e) != 416:
+            raise
+        return dict(client.raw.get_object(**place))  # it is empty: no range is in it
 
-    def __init__(self, client: Client, name: str, first: bytes, size: int, etag: str) -> None:
+
+def _size(reply: dict[str, Any]) -> int:
+    """Of the whole object; a server may ignore that a range was asked for."""
+    _, slash, total = str(reply.get("ContentRange", "")).rpartition("/")
+    return int(total) if slash and total.isdigit() else int(reply["ContentLength"])
+
+
+class _PartsReader(io.BufferedIOBase):
+    """Gives the bytes in order while the next parts are on their way; READ_BLOCK at a time it copies nothing."""
+
+    def __init__(self, client: Client, name: str, first: list[bytes], size: int, etag: str) -> None:
         self._client, self._name, self._size, self._etag = client, name, size, etag
-        self._current = memoryview(first)
-        self._asked = len(first)  # bytes that were received or asked for
-        self._coming: deque[Future[bytes]] = deque()
+        self._blocks, self._given = deque(first), 0  # what is here, and how much of the first block was given out
+        self._asked = sum(map(len, first))  # bytes that were received or asked for
+        self._coming: deque[Future[list[bytes]]] = deque()
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        while len(self._coming) < TRANSFERS and self._asked < self._size:
-            end = min(self._asked + DOWNLOAD_PART, self._size)
-            self._coming.append(self._client.pool.submit(self._fetch, self._asked, end))
-            self._asked = end
-        if not self._current and self._coming:
-            self._current = memoryview(self._coming.popleft().result())
-        count = min(len(buffer), len(self._current))
-        buffer[:count] = self._current[:count]
-        self._current = self._current[count:]
-        return count
+    def read(self, size: int | None = -1) -> bytes:
+        left = self._size if size is None or size < 0 else size
+        found: list[bytes] = []
+        while left and (piece := self._next(left)):
+            found.append(piece)
+            left -= len(piece)
+        return found[0] if len(found) == 1 else b"".join(found)
 
     def close(self) -> None:
         for task in self._coming:
             task.cancel()
         self._coming.clear()
-        self._current = memoryview(b"")
+        self._blocks.clear()
         super().close()
 
-    def _fetch(self, begin: int, end: int) -> bytes:
-        """The bytes [begin, end), from where it broke off when a connection ends early."""
-        data = bytearray()
+    def _next(self, most: int) -> bytes:
+        while len(self._coming) < TRANSFERS and self._asked < self._size:
+            end = min(self._asked + DOWNLOAD_PART, self._size)
+            self._coming.append(self._client.pool.submit(self._fetch, self._asked, end))
+            self._asked = end
+        if not self._blocks and self._coming:
+            self._blocks.extend(self._coming.popleft().result())
+        if not self._blocks:
+            return b""
+        block = self._blocks[0]
+        piece = block[self._given : self._given + most]  # no copy when it is the whole
+        self._given += len(piece)
+        if self._given == len(block):
+            self._blocks.popleft()
+            self._given = 0
+        return piece
 
-        def attempt() -> bytes:
-            wanted = end - begin - len(data)
+    def _fetch(self, begin: int, end: int) -> list[bytes]:
+        """The bytes [begin, end), from where it broke off when a connection ends early."""
+        blocks: list[bytes] = []
+
+        def attempt() -> list[bytes]:
+            at = begin + sum(map(len, blocks))
             reply = self._client.raw.get_object(
-                Bucket=self._client.at.bucket,
-                Key=self._name,
-                Range=f"bytes={begin + len(data)}-{end - 1}",
-                IfMatch=self._etag,
+                Bucket=self._client.at.bucket, Key=self._name, Range=f"bytes={at}-{end - 1}", IfMatch=self._etag
             )
             with reply["Body"] as body:
                 if reply["ETag"] != self._etag:
                     raise self._changed()
-                if int(reply["ContentLength"]) != wanted:
-                    raise BrokenBody(f"{reply['ContentLength']} bytes came where {wanted} were asked for")
-                _read(body, wanted, into=data)
-            return bytes(data)
+                if int(reply["ContentLength"]) != end - at:
+                    raise BrokenBody(f"{reply['ContentLength']} bytes came where {end - at} were asked for")
+                _read(body, end - at, blocks)
+            return blocks
 
         try:
             return self._client.retry("read", self._name, lambda: self._unchanged(attempt))
         except botocore.exceptions.ClientError as e:
             raise ObjectNotFound(f"{self._where()} was deleted while it was read; ask for another step") from e
 
-    def _unchanged(self, attempt: Callable[[], bytes]) -> bytes:
+    def _unchanged(self, attempt: Callable[[], list[bytes]]) -> list[bytes]:
         try:
             return attempt()
         except botocore.exceptions.ClientError as e:
@@ -228,17 +257,15 @@ class _PartsReader(io.RawIOBase):
         return f"s3://{self._client.at.bucket}/{self._name}"
 
 
-def _read(body: Any, size: int, into: bytearray | None = None) -> bytes:
+def _read(body: Any, size: int, into: list[bytes]) -> None:
     """`size` bytes, which are in `into` as far as they came when this raises."""
-    data = bytearray() if into is None else into
     left = size
     while left:
-        block = body.read(min(left, 1 << 20))
+        block = body.read(min(left, READ_BLOCK))
         if not block:
             raise BrokenBody(f"the connection ended {left} bytes too early")
-        data += block
+        into.append(block)
         left -= len(block)
-    return bytes(data)
 
 
 def abort_uploads(client: Client, prefix: str, before: float) -> int:

@@ -16,7 +16,7 @@ from art_sky.cli import main as cli_main
 from art_sky.cli.output import duration
 from art_sky.errors import Conflict
 
-HEAVY = {"torch", "transformers", "peft", "sky", "boto3", "wandb", "fastapi", "matplotlib"}
+HEAVY = {"torch", "transformers", "peft", "sky", "boto3", "botocore", "wandb", "fastapi", "matplotlib"}
 
 
 def modules_after(code: str) -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 import art_sky as art
 from art_sky.errors import InvalidConfig, InvalidName
 
-HEAVY = ("torch", "transformers", "sky", "boto3", "wandb", "openai", "pydantic", "httpx", "numpy", "rich", "fastapi")
+HEAVY = ("torch", "transformers", "sky", "botocore", "wandb", "openai", "pydantic", "httpx", "numpy", "rich", "fastapi")
 
 SIGNATURES = {
     "Trajectory.finish": "(self)",
@@ -95,7 +95,7 @@ loaded = [m for m in {HEAVY!r} if m in sys.modules]
 assert not loaded, loaded
 art_sky.TrainConfig, art_sky.gather_trajectory_groups, art_sky.TrainableModel, art_sky.LocalBackend, art_sky.connect
 art_sky.load_trajectories
-heavy = ("torch", "transformers", "sky", "boto3", "wandb", "fastapi", "numpy", "polars")
+heavy = ("torch", "transformers", "sky", "botocore", "wandb", "fastapi", "numpy", "polars")
 loaded = [m for m in heavy if m in sys.modules]
 assert not loaded, loaded
 """

@@ -69,16 +69,16 @@ def test_urls_that_are_refused_and_secrets_that_are_not_repeated(url: str, words
     assert "hunter2" not in str(caught.value)
 
 
-def test_without_boto3_one_line_says_what_to_install() -> None:
+def test_without_botocore_one_line_says_what_to_install() -> None:
     code = (
-        "import sys; sys.modules['boto3'] = None\n"
+        "import sys; sys.modules['botocore'] = None\n"
         "from art_sky.errors import InvalidConfig\n"
         "from art_sky.store import open_store\n"
         "try: open_store('s3://bucket')\n"
         "except InvalidConfig as e: print(e)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "a store in a bucket needs boto3: pip install 'art-sky[s3]'\n"
+    assert done.stdout == "a store in a bucket needs botocore: pip install 'art-sky[s3]'\n"
 
 
 def test_a_key_that_is_too_long_with_its_prefix(stub: Stub) -> None:
@@ -215,6 +215,41 @@ def test_large_objects_go_in_parts(endpoint: str, tmp_path: Path) -> None:
         assert hashlib.sha256(stream.read()).digest() == hashlib.sha256(data[10:]).digest()
     assert store.put("large", data[: 17 << 20]) != etag
     assert store.info("large").size == 17 << 20
+
+
+def test_reading_asks_for_no_byte_twice(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_transfer, "DOWNLOAD_PART", 50_000)
+    store = open_stub(stub)
+    for size, requests in ((0, 2), (1, 1), (50_000, 1), (50_001, 2), (1_000_000, 20)):  # an empty one has no ranges
+        data = random.Random(size).randbytes(size)
+        store.put("k", data)
+        stub.seen.clear()
+        sent = 0
+        real = stub.do
+
+        def counted(request, real=real):  # type: ignore[no-untyped-def]
+            nonlocal sent
+            reply = real(request)
+            sent += len(reply.body) if reply.is_object else 0
+            return reply
+
+        monkeypatch.setattr(stub, "do", counted)
+        assert store.get("k").data == data
+        monkeypatch.setattr(stub, "do", real)
+        assert (len(stub.seen), sent) == (requests, size)
+
+
+def test_a_server_that_knows_no_ranges(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_stub(stub)
+    store.put("k", b"x" * 100)
+    real = stub.do
+
+    def whole(request):  # type: ignore[no-untyped-def]
+        request.headers.pop("range", None)
+        return real(request)
+
+    monkeypatch.setattr(stub, "do", whole)
+    assert store.get("k").data == b"x" * 100
 
 
 def test_parts_through_faults(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
