@@ -1,19 +1,25 @@
-"""Batches of trajectories, written to a file and read back whole, against nested parquet through pyarrow.
+"""Batches of trajectories, written to a file and read back whole, against parquet through pyarrow.
 
     python benchmarks/trajectory_io.py [--rounds 9] [--only write,read,write_turns,read_turns]
 
 256 trajectories (32 groups of 8 with a common prompt) with 256,000 sampled tokens and their logprobs; `write` and
 `read` with one answer of 1,000 tokens each, `write_turns` and `read_turns` with four of 250, whose prompts hold all
-turns before. Both sides start from and end at the same groups of plain dicts and lists, as a train call sends them
-and the trainer reads them; what pydantic costs before that is in neither. Three layouts of parquet, all zstd:
+turns before. Every file holds all of every trajectory, and each side's file is read back and compared before the race.
 
-    lists     a list of ids and a list of logprobs for each choice, as we have them
-    records   a record {id, logprob} for each token
-    openai    a record for each token as in `choice.logprobs.content`, where ART keeps ids and logprobs
+Ours starts from groups as a train call hands them to `encode_batch`, after its checks, and ends at groups as the
+trainer gets them: dicts with token ids and logprobs as arrays. A peer starts from and ends at its own rows of dicts and
+lists (`from_pylist`, `to_pylist`); to bring groups into that form, and back, is in no figure. All parquet is zstd:
 
-For `records` and `openai` the time to bring the lists into that form, and back, is not counted. One JSON line a case:
-`ours` and `peers` are medians of interleaved rounds in seconds; `ratio` is the best peer's time by ours, and
-`notes` has those to each peer, and the sizes.
+    nested       nested parquet of the same information: a row a trajectory, in it a list of message structs, in a
+                 choice the list `tokens` of structs {id, logprob}, and its prompt's ids as a list. `ratio` is to this
+    openai       the same, with the structs of `choice.logprobs.content`, where ART keeps sampled ids and logprobs
+    lists        the same, with a list of ids and a list of logprobs for each choice: no struct for a token
+    columns      not nested: the trajectories as JSON text beside flat columns of numbers, from and to numpy arrays, so
+                 that no side makes Python numbers: our own layout, in parquet
+
+Ours from and to lists, with what it takes to turn them into arrays and back, is in `notes`, as are the sizes.
+One JSON line a case: `ours` and `peers` are medians of interleaved rounds in seconds, `cpu` with all threads; `ratio`
+is the time of `nested` by ours, and `notes` has those to all layouts.
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from art_sky.store.batches import decode_batch, encode_batch, is_choice
+from art_sky.store.batches import NUMBERS, decode_batch, encode_batch, is_choice
+from art_sky.trajectories import WITH_ARRAYS, TrajectoryGroup, plain
 
 SEED = 20261
 GROUPS, PER_GROUP, SAMPLED = 32, 8, 1000
@@ -92,17 +99,31 @@ class Data:
 
 class Ours:
     def __init__(self, data: Data, folder: Path) -> None:
-        self.groups = data.groups
+        self.expected = data.groups
+        self.groups = with_arrays(data.groups)
         self.path = folder / f"ours-{data.turns}.jsonl.zst"
 
     def write(self) -> None:
         self.path.write_bytes(encode_batch(self.groups))
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> Rows:
         return decode_batch(self.path.read_bytes())
 
     def check(self) -> None:
-        assert self.read() == self.groups
+        assert plain(self.read()) == self.expected
+
+
+class OursLists(Ours):
+    def __init__(self, data: Data, folder: Path) -> None:
+        super().__init__(data, folder)
+        self.groups = data.groups
+
+    def read(self) -> Rows:
+        groups = super().read()
+        for choice in _choices(groups):
+            for name in NUMBERS:
+                choice[name] = choice[name].tolist()
+        return groups
 
 
 class Parquet:
@@ -122,6 +143,56 @@ class Parquet:
         assert [_full(row) for row in self.read()] == [_full(row) for row in self.rows]
 
 
+class Columns:
+    """A row a group: the JSON text of all but the numbers, and columns of these, of all choices end to end."""
+
+    def __init__(self, data: Data, folder: Path) -> None:
+        self.expected = data.groups
+        self.groups = with_arrays(data.groups)
+        self.path = folder / f"columns-{data.turns}.parquet"
+
+    def write(self) -> None:
+        columns: dict[str, Any] = {"group": [json.dumps(_with_lengths(group)) for group in self.groups]}
+        for name in NUMBERS:
+            numbers = [np.concatenate([c[name] for c in _choices([group])]) for group in self.groups]
+            offsets = np.cumsum([0, *map(len, numbers)], dtype=np.int32)
+            columns[name] = pa.ListArray.from_arrays(offsets, np.concatenate(numbers))
+        pq.write_table(pa.table(columns), self.path, compression="zstd")
+
+    def read(self) -> Rows:
+        table = pq.read_table(self.path)
+        groups = [json.loads(text) for text in table["group"].to_pylist()]
+        for name in NUMBERS:
+            values, at = table[name].combine_chunks().values.to_numpy(), 0
+            for choice in _choices(groups):
+                at, start = at + choice[name], at
+                choice[name] = values[start:at]
+        return groups
+
+    def check(self) -> None:
+        assert plain(self.read()) == self.expected
+
+
+def with_arrays(groups: Rows) -> Rows:
+    """As a train call turns groups into what it encodes."""
+    return [TrajectoryGroup.model_validate(group).model_dump(context=WITH_ARRAYS) for group in groups]
+
+
+def _choices(groups: Rows) -> list[dict[str, Any]]:
+    return [i for g in groups for t in g["trajectories"] for i in t["messages_and_choices"] if is_choice(i)]
+
+
+def _with_lengths(group: dict[str, Any]) -> dict[str, Any]:
+    def short(item: dict[str, Any]) -> dict[str, Any]:
+        return {k: len(v) if k in NUMBERS else v for k, v in item.items()}
+
+    trajectories = [
+        {**t, "messages_and_choices": [short(item) for item in t["messages_and_choices"]]}
+        for t in group["trajectories"]
+    ]
+    return {**group, "trajectories": trajectories}
+
+
 def to_rows(groups: list[dict[str, Any]], layout: str) -> Rows:
     rows = []
     for g, group in enumerate(groups):
@@ -139,7 +210,7 @@ def _laid_out(item: dict[str, Any], layout: str) -> dict[str, Any]:
         return item
     moved = {k: v for k, v in item.items() if k not in ("token_ids", "token_logprobs", "logprobs")}
     pairs = zip(item["token_ids"], item["token_logprobs"], strict=True)
-    if layout == "records":
+    if layout == "nested":
         return {**moved, "tokens": [{"id": i, "logprob": p} for i, p in pairs]}
     content = [{"token": f"token_id:{i}", "bytes": None, "logprob": p, "top_logprobs": []} for i, p in pairs]
     return {**moved, "logprobs": {"content": content}}
@@ -152,8 +223,9 @@ def _full(value: Any) -> Any:
 
 
 def race(case: str, direction: str, data: Data, folder: Path, rounds: int) -> None:
-    sides: dict[str, Ours | Parquet] = {"ours": Ours(data, folder)}
-    sides |= {layout: Parquet(data, folder, layout) for layout in ("lists", "records", "openai")}
+    sides: dict[str, Ours | Parquet | Columns] = {"ours": Ours(data, folder)}
+    sides |= {layout: Parquet(data, folder, layout) for layout in ("nested", "openai", "lists")}
+    sides |= {"columns": Columns(data, folder), "ours_lists": OursLists(data, folder)}
     for side in sides.values():
         side.write()
         side.check()
@@ -162,23 +234,17 @@ def race(case: str, direction: str, data: Data, folder: Path, rounds: int) -> No
         for name, side in sides.items():
             timings[name].append(_timed(getattr(side, direction)))
     medians = {name: _median(t) for name, t in timings.items()}
-    ours = medians.pop("ours")
+    ours, ours_lists = medians.pop("ours"), medians.pop("ours_lists")
     ratios = {name: {k: round(peer[k] / ours[k], 2) for k in ours} for name, peer in medians.items()}
-    best = {k: min(r[k] for r in ratios.values()) for k in ours}
     sizes = {name: side.path.stat().st_size for name, side in sides.items()}
-    prompts = sum(len(i.get("prompt_token_ids", ())) for t in _trajectories(data) for i in t["messages_and_choices"])
+    prompts = sum(len(choice["prompt_token_ids"]) for choice in _choices(data.groups))
     notes = (
         f"256 trajectories, 256,000 sampled and {prompts:,} prompt tokens, {data.turns} turns, {rounds} rounds; "
-        f"bytes {json.dumps(sizes)}; size by the smallest peer's "
-        f"{sizes['ours'] / min(v for k, v in sizes.items() if k != 'ours'):.2f}; ratios {json.dumps(ratios)}; "
-        f"pyarrow {pa.__version__}"
+        f"bytes {json.dumps(sizes)}; size by nested's {sizes['ours'] / sizes['nested']:.2f}; "
+        f"times by ours {json.dumps(ratios)}; ours from and to lists {json.dumps(ours_lists)}; pyarrow {pa.__version__}"
     )
-    line = {"bench": "trajectory_io", "case": case, "ours": ours, "peers": medians, "ratio": best, "notes": notes}
-    print(json.dumps(line), flush=True)
-
-
-def _trajectories(data: Data) -> list[dict[str, Any]]:
-    return [t for group in data.groups for t in group["trajectories"]]
+    line = {"bench": "trajectory_io", "case": case, "ours": ours, "peers": medians, "ratio": ratios["nested"]}
+    print(json.dumps({**line, "notes": notes}), flush=True)
 
 
 def _timed(run: Callable[[], Any]) -> Timing:
@@ -211,6 +277,7 @@ def main() -> None:
 
 
 try:
+    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ModuleNotFoundError:

@@ -51,7 +51,8 @@ Group = dict[str, Any]
 
 def encode_batch(groups: Iterable[Mapping[str, Any]]) -> bytes:
     """Raises InvalidInput naming the group that holds something JSON cannot say."""
-    to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+    # What holds itself is refused without the check of every object too: as a RecursionError.
+    to_json = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
     writer = _NumbersWriter()
     lines = [""]
     for i, group in enumerate(groups):
