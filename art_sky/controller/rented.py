@@ -82,6 +82,7 @@ class RentedCluster(Wire):
     nodes: list[Node] = []
     error: str | None = None  # why the last launch failed, one line with the next step
     extended_hours: float = 0.0
+    models: list[str] = []  # project/name of those that its server had; the next node serves them again
 
     @property
     def node(self) -> Node | None:

@@ -1,0 +1,308 @@
+"""Launch, loss, replacement and end of rented machines on a scripted cloud and a fake clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_cloud import FakeWorld, state
+
+from art_sky.controller import money
+from art_sky.controller.rented import RentedCluster
+from art_sky.errors import BudgetTooSmall
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> FakeWorld:
+    return FakeWorld(tmp_path / "registry.sqlite", budget=10.0, max_hours=8)
+
+
+def test_launch_comes_up_and_down_leaves_nothing(world: FakeWorld) -> None:
+    id = world.launch()
+    cluster = world.up(id)
+    assert cluster.node and cluster.node.name == f"{id}-1" and cluster.node.instance == f"i-{id}-1"
+    assert set(cluster.node.phases) >= {"provision", "setup", "connect", "ready"}
+    assert world.provider.machines[f"{id}-1"].secrets == 1
+    world.want(id, "down")
+    ended = world.over(id)
+    assert world.provider.alive() == [] and world.link.calls == ["end"]
+    assert ended.node and ended.node.reason == "asked" and ended.node.closed == world.clock.time
+    assert world.ledger.closed == {f"{id}-1": "asked"}
+    assert world.reconciler.step(id) is None
+
+
+def test_down_tells_what_was_not_flushed(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.not_flushed = ["p/agent step 4"]
+    world.want(id, "down")
+    ended = world.over(id)
+    assert ended.node and ended.node.reason == "asked: not flushed: p/agent step 4"
+
+
+def test_a_node_that_cannot_flush_is_ended_in_time(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.cut = True
+    world.want(id, "down")
+    began = world.clock.time
+    world.over(id)
+    assert world.clock.time - began < world.limits.flush_minutes * 60 + 60 and world.provider.alive() == []
+
+
+def test_capacity_falls_over_to_the_next_offer(world: FakeWorld) -> None:
+    world.provider.script = ["none"]
+    id = world.launch()
+    cluster = world.up(id)
+    assert cluster.node and cluster.node.offer["cloud"] == "gcp" and len(cluster.nodes) == 2
+    first = cluster.nodes[0]
+    assert money.billed_hours(first, world.clock.time) == 0, "a machine that never was is not billed"
+
+
+def test_no_candidate_left_names_each(world: FakeWorld) -> None:
+    world.provider.script = ["none", "none"]
+    cluster = world.over(world.launch())
+    assert cluster.error is not None
+    assert "g5.xlarge on aws us-east-1" in cluster.error and "a2-highgpu-1g on gcp" in cluster.error
+    assert len(world.provider.launched) == 2
+
+
+@pytest.mark.parametrize("what", ["created", "broken"])
+def test_failed_launch_is_ended_and_not_tried_elsewhere(world: FakeWorld, what: str) -> None:
+    world.provider.script = [what]
+    cluster = world.over(world.launch(), seconds=240)
+    assert world.provider.alive() == [] and len(world.provider.launched) == 1
+    assert cluster.error and "the launch failed: the cloud answered 500" in cluster.error
+
+
+def test_terminate_that_fails_twice_is_tried_again_and_told(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.provider.end_failures = 2
+    world.want(id, "down")
+    world.run(id, lambda c: c.node is not None and c.node.state == "ending" and world.provider.end_failures == 1)
+    node = world.registry.get(id).node
+    assert node and "ending it failed 1 times" in str(world.reconciler.problem(node))
+    world.over(id, seconds=180)
+    assert world.provider.alive() == []
+
+
+def test_hanging_launch_is_ended_at_its_deadline(world: FakeWorld) -> None:
+    world.provider.script = ["hang"]
+    began = world.clock.time
+    cluster = world.over(world.launch(), seconds=7200)
+    assert world.clock.time - began < world.limits.setup_minutes * 60 + 900 + 240
+    assert cluster.error and "took longer than" in cluster.error
+
+
+def test_hanging_launch_is_ended_at_once_when_asked(world: FakeWorld) -> None:
+    world.provider.script = ["hang"]
+    id = world.launch()
+    world.run(id, lambda c: c.node is not None and c.node.state == "provisioning")
+    world.want(id, "down")
+    world.over(id, seconds=240)
+
+
+def test_a_launch_given_up_whose_machine_comes_late_is_swept(world: FakeWorld) -> None:
+    world.provider.script = ["hang"]
+    id = world.launch()
+    world.run(id, lambda c: c.node is not None and c.node.state == "provisioning")
+    world.want(id, "down")
+    world.over(id, seconds=240)
+    world.provider.machines[f"{id}-1"] = world_machine(world, id)
+    assert world.provider.alive() == [f"{id}-1"]
+    assert world.reconciler.sweep() == [f"{id}-1"]
+    world.clock.time += 60
+    assert world.provider.alive() == [] and world.reconciler.sweep() == []
+
+
+def world_machine(world: FakeWorld, id: str) -> object:
+    from fake_cloud import FakeMachine, order
+
+    cluster = world.registry.get(id)
+    assert cluster.node
+    limits = money.node_limits(cluster, cluster.node.name, 1.0, world.clock.time)
+    return FakeMachine(order(cluster, cluster.node, limits), world.clock.time)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        (lambda w, id: setattr(w.link, "version", None), "the server did not come up"),
+        (lambda w, id: setattr(w.link, "version", "0.0.1"), "art-sky 0.0.1"),
+        (lambda w, id: setattr(w.link, "refused", True), "the host key changed"),
+        (lambda w, id: setattr(w.link, "cut", True), "connection refused"),
+    ],
+)
+def test_health_that_never_passes_ends_the_launch(world: FakeWorld, break_it: object, told: str) -> None:
+    id = world.launch()
+    break_it(world, id)  # type: ignore[operator]
+    cluster = world.over(id, seconds=world.limits.setup_minutes * 60 + 600)
+    assert world.provider.alive() == [] and cluster.error and told in cluster.error
+
+
+def test_setup_that_fails_on_the_node_ends_the_launch_at_once(world: FakeWorld) -> None:
+    id = world.launch()
+    world.link.version = None
+    world.link.watchdogs[f"{id}-1"] = state("flushing", ending="setup")
+    cluster = world.over(id, seconds=240)
+    assert cluster.error and "setup failed" in cluster.error and world.provider.alive() == []
+
+
+def test_a_failed_launch_may_be_kept_for_a_look(world: FakeWorld) -> None:
+    id = world.launch(keep=True)
+    world.link.version = "0.0.1"
+    cluster = world.run(id, lambda c: c.error is not None)
+    assert cluster.node and cluster.node.phase == "kept" and "kept until" in str(cluster.error)
+    for _ in range(20):
+        world.clock.time += world.reconciler.step(id) or 60
+    assert world.provider.alive() == [f"{id}-1"]
+    world.want(id, "down")
+    world.over(id)
+    assert world.provider.alive() == []
+
+
+def test_a_vanished_machine_is_replaced_by_the_next_offer(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.served = ["p/agent"]
+    world.run(id, lambda c: c.models == ["p/agent"])
+    world.provider.vanish(f"{id}-1")
+    cluster = world.run(id, lambda c: c.node is not None and c.node.name == f"{id}-2" and c.node.state == "up")
+    assert [n.state for n in cluster.nodes] == ["gone", "up"] and cluster.nodes[1].offer["cloud"] == "gcp"
+    assert (cluster.nodes[0].reason or "").startswith("vanished") and cluster.models == ["p/agent"]
+
+
+def test_a_preempted_machine_is_replaced(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.watchdogs[f"{id}-1"] = state("flushing", ending="preempted", preemption_unix=world.clock.time + 120)
+    world.run(id, lambda c: any("takes the machine back" in t for t in world.texts(id)))
+    world.provider.vanish(f"{id}-1")
+    cluster = world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "up")
+    assert cluster.nodes[0].reason == "preempted"
+
+
+@pytest.mark.parametrize("reason", ["idle", "budget", "max_hours", "orphan"])
+def test_a_node_that_ended_by_its_limits_is_not_replaced(world: FakeWorld, reason: str) -> None:
+    id = world.launch()
+    world.up(id)
+    world.provider.vanish(f"{id}-1", reason)
+    cluster = world.over(id)
+    assert len(cluster.nodes) == 1 and cluster.node and cluster.node.reason == reason
+    assert cluster.error and "goes on from the last step" in cluster.error
+
+
+def test_laptop_asleep_with_the_store_out_of_reach_spends_nothing_on_a_guess(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.provider.vanish(f"{id}-1", "idle")
+    world.ledger.broken = True
+    world.clock.time += 7 * 3600
+    cluster = world.over(id)
+    assert len(cluster.nodes) == 1 and ((cluster.node and cluster.node.reason) or "").startswith("unknown")
+
+
+def test_asleep_for_eight_hours_the_deadline_counts(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.provider.own_end = False  # neither watchdog nor guard work
+    world.clock.time += 8.2 * 3600
+    cluster = world.over(id, seconds=600)
+    assert world.provider.alive() == [] and cluster.node and cluster.node.reason == "max_hours"
+
+
+def test_tunnel_cut_while_the_machine_runs_reconnects(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.cut = True
+    world.run(id, lambda c: c.node is not None and c.node.state == "lost")
+    world.link.cut = False
+    cluster = world.up(id)
+    assert len(cluster.nodes) == 1 and world.provider.ends == []
+
+
+def test_a_provider_that_cannot_be_asked_says_nothing_about_a_machine(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.cut = world.provider.asks_fail = True
+    world.run(id, lambda c: c.node is not None and c.node.state == "lost")
+    began = world.clock.time
+    while world.clock.time - began < 2000:
+        world.clock.time += world.reconciler.step(id) or 1
+    assert world.registry.get(id).node.state == "lost" and len(world.provider.launched) == 1  # type: ignore[union-attr]
+    world.link.cut = world.provider.asks_fail = False
+    assert len(world.up(id).nodes) == 1
+
+
+def test_a_machine_that_runs_and_stays_silent_is_replaced(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.cut = True
+    world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "connecting", seconds=1800)
+    assert world.provider.alive() == [f"{id}-2"]
+
+
+def test_replacements_share_one_budget(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    for n in range(1, 4):
+        world.clock.time += 2 * 3600
+        world.provider.vanish(f"{id}-{n}")
+        cluster = world.run(id, lambda c: (c.node.state == "up" and len(c.nodes) == n + 1) or c.wanted == "down")  # type: ignore[union-attr]  # noqa: B023
+        if cluster.wanted == "down":
+            break
+    given = [o.config.limits for o in world.provider.launched]
+    assert [round(g.budget or 0) for g in given] == [10, 8, 2] and [round(g.max_hours) for g in given] == [8, 6, 4]
+    world.over(id, seconds=9 * 3600)
+    assert world.provider.bill() <= 10.0 + 3.0 * (world.limits.flush_minutes + 15) / 60
+
+
+def test_a_server_that_fails_everywhere_is_not_rented_for_ever(world: FakeWorld) -> None:
+    id = world.launch()
+    for n in range(1, 10):
+        world.link.watchdogs[f"{id}-{n}"] = state("ended", ending="server")
+    cluster = world.over(id)
+    assert len(cluster.nodes) == 3 and cluster.error and "three times" in cluster.error
+
+
+def test_no_capacity_for_a_replacement_waits_and_gives_up(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.provider.script = ["none"] * 1000
+    world.provider.vanish(f"{id}-1")
+    began = world.clock.time
+    cluster = world.over(id, seconds=4 * 3600)
+    assert 2 * 3600 < world.clock.time - began < 2.5 * 3600 and len(world.provider.launched) < 60
+    assert cluster.error and "no candidate could be rented" in cluster.error
+    assert money.spent(cluster, world.clock.time) == pytest.approx(world.provider.bill(), abs=0.02)
+
+
+def test_controller_killed_during_the_launch_ends_that_machine_and_rents_another(world: FakeWorld) -> None:
+    id = world.launch()
+    world.provider.script = ["hang"]
+    world.run(id, lambda c: c.node is not None and c.node.state == "provisioning")
+    world.start()
+    cluster = world.up(id)
+    assert [n.reason for n in cluster.nodes] == ["restarted", None]
+    assert cluster.nodes[1].offer == cluster.nodes[0].offer and world.provider.alive() == [f"{id}-2"]
+
+
+def test_controller_killed_while_the_node_serves_goes_on_with_it(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.start()
+    assert world.reconciler.step(id) is not None
+    world.run(id, lambda c: world.link.status(c).state == "open")
+    assert world.provider.ends == [] and len(world.registry.get(id).nodes) == 1
+
+
+def test_limits_of_nothing_left_are_refused_with_the_numbers() -> None:
+    cluster = RentedCluster.model_validate(
+        {
+            "name": "run", "id": "artsky-1", "wanted": "up", "created": 0.0, "plan": [], "port": 1,
+            "request": {"name": "run", "store": "s3://b", "limits": {"budget": 0.2}},
+        }
+    )  # fmt: skip
+    with pytest.raises(BudgetTooSmall, match=r"\$0.20 of the budget of \$0.20 are left.*extend run --budget"):
+        money.node_limits(cluster, "n", 1.0, 0.0)
