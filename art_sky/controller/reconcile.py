@@ -13,6 +13,7 @@ from typing import Protocol
 from art_sky import __version__
 from art_sky.controller import money
 from art_sky.controller.calls import Call, Calls
+from art_sky.controller.ledger import Ledger
 from art_sky.controller.link import Link
 from art_sky.controller.outcomes import AFTER, described, next_launch
 from art_sky.controller.provider import Machine, NodeOrder, Provider
@@ -29,9 +30,9 @@ from art_sky.errors import (
 )
 from art_sky.node.records import NodeLimits, WatchdogState
 
-# Seconds. Deadlines of single calls:
-FIND_SECONDS = 60.0
-END_SECONDS = 300.0
+# Seconds. Deadlines of single calls, a little above the provider's own:
+FIND_SECONDS = 150.0
+END_SECONDS = 330.0
 # Between looks:
 SOON, OFTEN, SELDOM = 1.0, 5.0, 15.0
 # A launch that neither ends nor fails is given up after the setup limit and this.
@@ -41,16 +42,6 @@ SETTLE_SECONDS, ABANDONED_SECONDS = 20.0, 120.0
 # A tunnel that is down for this long is a lost node; one that runs and does not answer for this long is ended.
 LOST_AFTER_SECONDS, SILENT_SECONDS = 20.0, 900.0
 END_RETRY_SECONDS, END_AGAIN_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0), 60.0
-
-
-class Ledger(Protocol):
-    """The durable copy of the ledger, in the store. Both raise StoreError."""
-
-    def reason(self, cluster: RentedCluster, node: Node) -> str | None:
-        """Why the node ended by itself, a key of REASONS; None when it did not say."""
-        ...
-
-    def close(self, cluster: RentedCluster, node: Node, closed: float, reason: str) -> None: ...
 
 
 Order = Callable[[RentedCluster, Node, NodeLimits], NodeOrder]
