@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import gc as collector  # `gc` is a module of this package
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -57,10 +57,10 @@ def _open_bucket(url: str) -> Store:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """botocore loads a hundred thousand objects that all stay: to look for garbage among them takes a third of it."""
-    was_on = gc.isenabled()
-    gc.disable()
+    was_on = collector.isenabled()
+    collector.disable()
     try:
         yield
     finally:
         if was_on:
-            gc.enable()
+            collector.enable()

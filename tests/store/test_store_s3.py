@@ -338,3 +338,13 @@ def test_two_gib_in_300_mb(seaweedfs: str, tmp_path: Path) -> None:
     with path.open("rb") as file:
         assert digest == hashlib.file_digest(file, "sha256").hexdigest()
     assert int(kib) * 1024 < 300_000_000
+
+
+def test_a_store_is_opened_whatever_of_the_package_was_imported() -> None:
+    code = (
+        "import gc, pkgutil, art_sky.store\n"
+        "for module in pkgutil.iter_modules(art_sky.store.__path__): __import__(f'art_sky.store.{module.name}')\n"
+        "print(art_sky.store.open_store('s3://bucket').url, gc.isenabled())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "s3://bucket True\n"
