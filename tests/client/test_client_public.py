@@ -54,7 +54,7 @@ SIGNATURES = {
     "ServerBackend.download_checkpoint": "(self, model, step, folder, *, optimizer=False)",
     "LocalBackend": "(path='.art-sky', *, store=None, engine=None, state_dir=None, start_seconds=60.0, "
     "stop_seconds=15.0, cancel_jobs=True)",
-    "load_trajectories": "(store, project=None, models=None, split=None)",
+    "load_trajectories": "(store, project=None, models=None, split=None, steps=None)",
     "connect": "(url_or_cluster_name, token=None, **options)",
 }
 
