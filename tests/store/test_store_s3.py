@@ -35,11 +35,6 @@ def stub() -> Iterator[Stub]:
         yield stub
 
 
-@pytest.fixture(params=["seaweedfs", "moto"])
-def endpoint(request: pytest.FixtureRequest) -> str:
-    return str(request.getfixturevalue(request.param))
-
-
 def test_urls_open_the_same_place_again() -> None:
     for url in (
         "s3://bucket",

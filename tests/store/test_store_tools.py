@@ -412,9 +412,9 @@ def test_a_manifest_that_somebody_may_still_delete_is_not_adopted(tmp_path: Path
 # --- in a bucket ---
 
 
-def test_a_bucket(moto: str, tmp_path: Path) -> None:
+def test_a_bucket(endpoint: str, tmp_path: Path) -> None:
     laptop = make(tmp_path / "s")
-    bucket = ModelStore(open_store(store_url(moto)), "p", "m")
+    bucket = ModelStore(open_store(store_url(endpoint)), "p", "m")
     check = check_store(bucket.store)
     assert check.safe_to_train, [t for t in check.trials if not t.ok]
     assert copy_model(laptop, bucket, "test").step == 3 and copy_model(laptop, bucket, "test").unchanged
