@@ -206,9 +206,7 @@ class ModelStore(RunLog):
             if step is not None and manifest.step != step - 1:
                 raise self.corrupt(self.name_of(key), f"step {step} follows step {manifest.step}")
             if manifest.parent is None and manifest.step != 0:
-                raise CorruptObject(
-                    f"step {manifest.step} of {self.prefix} has no parent; see `art-sky verify`", key=key
-                )
+                raise self.corrupt(self.name_of(key), f"step {manifest.step} has no parent")
             yield key, manifest
             key, step = manifest.parent, manifest.step
 

@@ -22,6 +22,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 ACCESS_KEY, SECRET_KEY = "ci", "cisecret123"
+READER = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "readersecret123"}  # may only read, in SeaweedFS
 BUCKET = "art-sky-tests"
 START_SECONDS = 60.0
 # What the tests' own processes find, instead of the developer's login.
@@ -73,8 +74,13 @@ def seaweedfs(folder: Path) -> Iterator[str]:
         "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
+    reader = {
+        "name": "reader",
+        "credentials": [{"accessKey": READER["AWS_ACCESS_KEY_ID"], "secretKey": READER["AWS_SECRET_ACCESS_KEY"]}],
+        "actions": ["Read", "List"],
+    }
     config = folder / "s3.json"
-    config.write_text(json.dumps({"identities": [identity]}))
+    config.write_text(json.dumps({"identities": [identity, reader]}))
     log = folder / "log"
     command = [
         str(weed()), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}",

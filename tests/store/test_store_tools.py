@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from s3_servers import store_url
+from s3_servers import READER, store_url
 
 from art_sky.config import LoRAConfig
 from art_sky.errors import Conflict, CorruptObject, InvalidInput, LeaseLost, NotFound, StoreError
@@ -435,6 +435,37 @@ def test_a_bucket(endpoint: str, tmp_path: Path) -> None:
     assert copy_model(child, pulled, "test").step == 0 and weights(pulled, 0) == b"weights 1"
 
 
+def test_a_bucket_that_may_only_be_read(seaweedfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laptop = make(tmp_path / "s")
+    url = store_url(seaweedfs)
+    owned = ModelStore(open_store(url), "p", "m")
+    copy_model(laptop, owned, "test")
+    before = objects(owned)
+    for name, value in READER.items():
+        monkeypatch.setenv(name, value)
+    bucket = ModelStore(open_store(url), "p", "m")
+    ref = bucket.manifest_at(3).files["trainer/state.json"]
+    assert bucket.read_blob(ref) == b"state 3" and verify_model(bucket).damages == []
+    train(laptop, range(4, 5))
+    writes = [
+        lambda: bucket.open_writer("a server"),
+        lambda: bucket.put_blob(b"batch"),
+        lambda: bucket.begin_request(request_of("r", ref)),
+        lambda: bucket.log_row(1, 3, "val", {"reward": 1.0}),
+        lambda: add_ref(bucket, "best", find_step(bucket, 1)),
+        lambda: copy_model(laptop, bucket, "test"),
+    ]  # fmt: skip
+    for write in writes:
+        with pytest.raises(StoreError, match=r"cannot write s3://art-sky-tests/.*: AccessDenied.*s3:PutObject"):
+            write()
+    check = check_store(bucket.store)
+    assert check.safe_to_read and not check.safe_to_train
+    child = ModelStore(laptop.store, "p", "child")
+    copied = fork_model(bucket, 1, child, "test", created_by="test").copied
+    assert copied is not None and "AccessDenied" in copied and weights(child, 0) == b"weights 1"
+    assert objects(owned) == before
+
+
 # --- verify and repair ---
 
 
@@ -611,6 +642,26 @@ def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     for call in (lambda: find_garbage(fresh(model), 0), lambda: verify_model(fresh(model))):
         with pytest.raises(StoreError, match="newer art-sky; upgrade"):
             call()
+
+
+@pytest.mark.parametrize("edit", [{"step": 7}, {"parent": None}, {"files": {"f": "abc"}}, {"format": 2}, None])
+def test_a_manifest_edited_by_hand(tmp_path: Path, edit: dict[str, object] | None) -> None:
+    model = make(tmp_path / "s")
+    key = model.steps()[2].key
+    record = json.loads(model.store.get(key).data)
+    path(model, key).write_text("[" if edit is None else json.dumps(record | edit))
+    before = objects(model)
+    for use in (
+        lambda m: m.open_writer("a server"),
+        lambda m: find_garbage(m, 0),
+        lambda m: copy_model(m, ModelStore(open_store(str(tmp_path / "d")), "p", "m"), "test"),
+        lambda m: fork_model(m, 1, ModelStore(m.store, "p", "child"), "test", created_by="test"),
+    ):
+        with pytest.raises(StoreError, match=r"00000002-r2-1\.json.*(art-sky verify|upgrade this one)"):
+            use(fresh(model))
+    changed = {k for k, v in objects(model).items() if v != before.get(k)}
+    assert changed <= {"p/m/HEAD"}, "the writer took it over before it looked"
+    assert json.loads(before["p/m/HEAD"])["manifest"] == json.loads(model.store.get("p/m/HEAD").data)["manifest"]
 
 
 # --- refs, export, diff ---
