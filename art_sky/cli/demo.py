@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
@@ -24,14 +24,18 @@ _COLUMNS = "{:>4} {:>7} {:>8} {:>9} {:>8} {:>8} {:>7}  {}"  # fits 80 columns
 @click.option("--fresh", is_flag=True, help="Start anew instead of going on from the newest step.")
 @click.option("--store", metavar="URL", default=_DEFAULTS.store, show_default=True)
 @click.option("--learning-rate", type=float, default=_DEFAULTS.learning_rate, show_default=True)
+@click.option(
+    "--engine", type=click.Choice(["cpu", "vllm"]), default=_DEFAULTS.engine, show_default=True, help="What samples."
+)
+@click.option("--allow-untested", is_flag=True, help="Use what docs/capabilities.md lists as untested.")
 @json_option
-def command(steps: int, seed: int, fresh: bool, store: str, learning_rate: float, as_json: bool) -> None:
+def command(as_json: bool, **given: Any) -> None:
     """Train a small chat model on this machine and watch its reward rise.
 
     SmolLM2-135M (fetched once, 90 MB) learns to answer "maybe", in a few minutes on two CPU cores and without a
     GPU. Interrupted and started again, it goes on from its newest step.
     """
-    options = DemoOptions(store=store, steps=steps, seed=seed, learning_rate=learning_rate, fresh=fresh)
+    options = DemoOptions(**given)
     report = _Report(stderr() if as_json else stdout())
     try:
         with report:

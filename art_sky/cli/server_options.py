@@ -11,7 +11,8 @@ from art_sky.config import EngineConfig, ServerConfig
 from art_sky.store import open_store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_ENGINE = ("dtype", "threads", "max_batch", "kv_cache_mib", "max_adapters", "context_length")
+_NUMBERS = ("threads", "max_batch", "kv_cache_mib", "max_adapters", "context_length", "max_lora_rank")
+_ENGINE = ("kind", "dtype", *_NUMBERS, "vllm_python")
 
 
 def server_options(function: Function) -> Function:
@@ -21,6 +22,7 @@ def server_options(function: Function) -> Function:
         [
             click.option("--store", metavar="URL", help=f"Where steps are kept. Default: {_default('store')}."),
             click.option("--port", type=click.IntRange(0, 65535), help="Default: any free port."),
+            click.option("--engine", "kind", type=click.Choice(["cpu", "vllm"]), help="What samples. Default: cpu."),
             click.option(
                 "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of the engine. Default: bfloat16."
             ),
@@ -28,7 +30,11 @@ def server_options(function: Function) -> Function:
                 click.option(
                     f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"Engine: {_help(engine[name])}."
                 )
-                for name in _ENGINE[1:]
+                for name in _NUMBERS
+            ),
+            click.option("--vllm-python", metavar="FILE", help=f"Engine: {_help(engine['vllm_python'])}."),
+            click.option(
+                "--allow-untested", is_flag=True, default=None, help="Use what docs/capabilities.md lists as untested."
             ),
         ]
     ):

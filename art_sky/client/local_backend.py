@@ -56,6 +56,7 @@ class LocalBackend(HttpBackend):
         start_seconds: float = 60.0,
         stop_seconds: float = 15.0,
         cancel_jobs: bool = True,
+        allow_untested: bool = False,
     ) -> None:
         super().__init__(None, cancel_jobs=cancel_jobs)
         self._path = Path(path).expanduser().resolve()
@@ -63,6 +64,7 @@ class LocalBackend(HttpBackend):
         # A project's name begins with a letter or digit, so this is never one.
         self._state_root = Path(state_dir).expanduser().resolve() if state_dir is not None else self._path / ".server"
         self._engine = engine or EngineConfig()
+        self._allow_untested = allow_untested
         self._process = _ServerProcess(start_seconds, stop_seconds)
         self._starting = threading.Lock()
 
@@ -106,7 +108,12 @@ class LocalBackend(HttpBackend):
                 self._path.mkdir(parents=True, exist_ok=True)
                 folder, lock = _own_folder(self._state_root)
             try:
-                config = ServerConfig(store=self._store, engine=self._engine, state_dir=str(folder))
+                config = ServerConfig(
+                    store=self._store,
+                    engine=self._engine,
+                    allow_untested=self._allow_untested,
+                    state_dir=str(folder),
+                )
                 base_url, token = self._process.start(config, lock)
             finally:
                 os.close(lock)  # the server has it, and keeps it until it has ended

@@ -84,6 +84,10 @@ class CpuEngine:
             self._active -= 1
             await messages.aclose()  # closing it cancels the call
 
+    def room_for_training(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Nothing to do: on a CPU both fit, and sampling goes on while the trainer computes."""
+        return contextlib.nullcontext()
+
     async def status(self) -> EngineStatus:
         """Never waits long: while the child is deep in a step, its last numbers with the present state."""
         if self._child.state == "ready":

@@ -6,6 +6,7 @@ Text, chat templates, stop strings, tools and n > 1 belong to the gateway, so th
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from pydantic import Field
@@ -79,6 +80,12 @@ class Engine(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta | GenerateEnd]:
         """Yields tokens as they are sampled, then one GenerateEnd. Closing the iterator cancels the request."""
+        ...
+
+    def room_for_training(self) -> AbstractAsyncContextManager[None]:
+        """Held while the trainer computes. An engine that shares a GPU with it leaves the memory to it, and takes it
+        back at the end, however training ended; requests wait so long.
+        """
         ...
 
     async def status(self) -> EngineStatus: ...

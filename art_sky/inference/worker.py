@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from art_sky.config import EngineConfig
+from art_sky.config import DEFAULT_KV_CACHE_MIB, EngineConfig
 from art_sky.errors import ArtSkyError, Cancelled, InvalidConfig, InvalidInput
 from art_sky.inference.adapters import Adapters
 from art_sky.inference.kv_cache import SHORTEST, KVCache
@@ -32,11 +32,12 @@ def make_scheduler(base_model: Path, config: EngineConfig) -> Scheduler:
     """
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     model = Model(base_model, getattr(torch, config.dtype), config.context_length)
-    cache = KVCache(model.kv_shape, config.kv_cache_mib << 20, model.context_length)
+    kv_cache_mib = config.kv_cache_mib or DEFAULT_KV_CACHE_MIB
+    cache = KVCache(model.kv_shape, kv_cache_mib << 20, model.context_length)
     if not cache.longest():
         needed = SHORTEST * model.kv_shape.token_bytes / 2**20
         raise InvalidConfig(
-            f"kv_cache_mib {config.kv_cache_mib} is less than the {needed:.0f} MiB that {SHORTEST} tokens take; "
+            f"kv_cache_mib {kv_cache_mib} is less than the {needed:.0f} MiB that {SHORTEST} tokens take; "
             "raise kv_cache_mib"
         )
     return Scheduler(

@@ -278,6 +278,10 @@ class Jobs:
             out_dir=str(work / "out"),
             config=TrainConfig(**record.config),
         )
+        async with self._registry.engine.room_for_training():
+            return await self._until_cancelled(job, task)
+
+    async def _until_cancelled(self, job: LiveJob, task: TrainTask) -> TrainOutcome:
         training = asyncio.create_task(self._follow(job, task))
         cancelled = asyncio.create_task(job.cancel.wait())
         try:

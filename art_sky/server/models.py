@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from art_sky import __version__
+from art_sky.capabilities import GPU, require
 from art_sky.config import ServerConfig
 from art_sky.errors import Busy, Conflict, InvalidInput, NotFound, VersionMismatch
 from art_sky.inference.protocol import Engine
@@ -109,6 +110,7 @@ class Registry:
         self._adapters = AdapterFolders(state / "adapters")
         self._lock = asyncio.Lock()
         self.base_model: str | None = None
+        self._max_rank: int | None = None
 
     def all(self) -> list[KnownModel]:
         return list(self._models.values())
@@ -162,7 +164,8 @@ class Registry:
                 _compare(record, request)
             known: KnownModel
             if request.trainable:
-                await self._start_base(request.base_model)
+                await self._start_base(request)
+                self._check_rank(request.lora.rank)
                 options = (record or request).options
                 template = await asyncio.to_thread(ChatTemplate, self.vocabulary, options.chat_template)
                 known = await self._open(store, request, record, template)
@@ -223,20 +226,34 @@ class Registry:
         for model in self.served():
             await asyncio.to_thread(model.writer.close)
 
-    async def _start_base(self, base_model: str) -> None:
+    async def _start_base(self, request: RegisterRequest) -> None:
         if self.base_model is not None:
             return
-        folder = await asyncio.to_thread(self._parts.resolve_base, base_model)
+        folder = await asyncio.to_thread(self._parts.resolve_base, request.base_model)
         self.vocabulary = await asyncio.to_thread(Vocabulary, folder)
         settings = self._config.engine
         limit = settings.context_length or min(self.vocabulary.max_context, DEFAULT_CONTEXT)
         self.context_length = min(limit, self.vocabulary.max_context)
         threads = settings.threads or os.cpu_count() or 1
         logs = self._state / "logs"
-        self.engine = self._parts.make_engine(folder, settings, logs / "engine.log")
-        self.trainer = self._parts.make_trainer(folder, settings.dtype, threads, logs / "trainer.log")
-        self.base_model = base_model
+        settings = settings.model_copy(update={"context_length": self.context_length})
+        if settings.kind == "vllm" and settings.max_lora_rank is None:
+            settings = settings.model_copy(update={"max_lora_rank": request.lora.rank})
+        placement = await asyncio.to_thread(self._parts.place, settings)
+        if placement.engine:
+            require(f"engine {settings.kind}", "sampling", GPU, self._config.allow_untested)
+        self.engine = self._parts.make_engine(folder, settings, logs / "engine.log", placement)
+        self.trainer = self._parts.make_trainer(folder, settings.dtype, threads, logs / "trainer.log", placement)
         await self.engine.start()
+        self._max_rank = settings.max_lora_rank
+        self.base_model = request.base_model
+
+    def _check_rank(self, rank: int) -> None:
+        if self._max_rank is not None and rank > self._max_rank:
+            raise Conflict(
+                f"LoRA rank {rank} is more than the {self._max_rank} that the engine was started for; start the server "
+                f"with max_lora_rank {rank}, or give a lower rank"
+            )
 
     async def _open(
         self, store: ModelStore, request: RegisterRequest, record: ModelRecord | None, template: ChatTemplate

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from art_sky.config import EngineConfig
+from art_sky.inference.gpus import Placement
 from art_sky.inference.protocol import Engine
 from art_sky.schemas import InitTask, TrainOutcome, TrainTask
 from art_sky.store.protocol import Store
@@ -34,20 +35,59 @@ class Trainer(Protocol):
     async def close(self) -> None: ...
 
 
+def _no_gpus(_: EngineConfig) -> Placement:
+    return Placement()
+
+
 @dataclass(frozen=True)
 class Parts:
-    make_engine: Callable[[Path, EngineConfig, Path], Engine]  # base model's folder, settings, log file
+    make_engine: Callable[[Path, EngineConfig, Path, Placement], Engine]  # base model's folder, settings, log file
     make_trainer: Callable[
-        [Path, Literal["bfloat16", "float32"], int, Path], Trainer
+        [Path, Literal["bfloat16", "float32"], int, Path, Placement], Trainer
     ]  # folder, dtype, threads, log file
     resolve_base: Callable[[str], Path]
     open_store: Callable[[str], Store]
+    place: Callable[[EngineConfig], Placement] = _no_gpus  # the GPUs of engine and trainer; blocks
 
 
 def real_parts() -> Parts:
     from art_sky.base_models import resolve
-    from art_sky.inference.cpu import CpuEngine
     from art_sky.store import open_store
+
+    return Parts(
+        make_engine=_make_engine,
+        make_trainer=_make_trainer,
+        resolve_base=resolve,
+        open_store=open_store,
+        place=_place,
+    )
+
+
+def _make_engine(folder: Path, settings: EngineConfig, log_file: Path, placement: Placement) -> Engine:
+    if settings.kind == "vllm":
+        from art_sky.inference.vllm import VllmEngine
+
+        return VllmEngine(folder, settings, log_file, placement)
+    from art_sky.inference.cpu import CpuEngine
+
+    return CpuEngine(folder, settings, log_file)
+
+
+def _make_trainer(
+    folder: Path, dtype: Literal["bfloat16", "float32"], threads: int, log_file: Path, placement: Placement
+) -> Trainer:
+    from art_sky.inference.gpus import visible
     from art_sky.training.process import TrainerProcess
 
-    return Parts(make_engine=CpuEngine, make_trainer=TrainerProcess, resolve_base=resolve, open_store=open_store)
+    environment = visible(placement.trainer) if placement.trainer else {}
+    return TrainerProcess(folder, dtype, threads, log_file, environment)
+
+
+def _place(settings: EngineConfig) -> Placement:
+    """Raises InvalidConfig where vLLM is asked for and not there."""
+    from art_sky.inference.gpus import find_gpus, place
+    from art_sky.inference.vllm_install import find_vllm
+
+    if settings.kind != "vllm" or find_vllm(settings).cpu_build:
+        return Placement()
+    return place(find_gpus())

