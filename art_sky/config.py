@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -55,34 +56,101 @@ class ModelOptions(Settings):
 
 
 class TrainConfig(Settings):
-    """One train call. Defaults follow ART 0.5.23 where it has the option."""
+    """One train call. Defaults follow ART 0.5.23 where it has the option. None: the default, or not used.
+
+    An option that the others leave without effect is refused, since it would do nothing in silence.
+    """
 
     learning_rate: float = Field(5e-6, gt=0)
-    loss_fn: Literal["cispo", "ppo"] = "cispo"
-    epsilon: float | None = Field(None, ge=0, description="lower ratio bound is 1 - epsilon; ppo 0.2, cispo 1.0")
-    epsilon_high: float | None = Field(
-        None, ge=0, description="upper ratio bound is 1 + epsilon_high; ppo 0.28, cispo 4.0"
+    loss_fn: Literal["cispo", "ppo", "dapo", "bnpo", "dr_grpo", "gspo"] = Field(
+        "cispo", description="formulas, papers and default bounds: art_sky/training/losses.py"
     )
-    kl_penalty_coef: float = Field(0.0, ge=0, description="weight of the k3 KL to the base model in the loss")
-    scale_rewards: bool = Field(True, description="divide advantages by the group's standard deviation")
+    epsilon: float | None = Field(None, ge=0, description="lower ratio bound is 1 - epsilon")
+    epsilon_high: float | None = Field(None, ge=0, description="upper ratio bound is 1 + epsilon_high")
+    normalize: Literal["token", "trajectory", "constant"] | None = Field(
+        None, description="what the loss is a mean over, where it shall not be the loss's own"
+    )
+    normalize_tokens: int | None = Field(
+        None, ge=1, description="the constant, in tokens a trajectory, of dr_grpo and normalize='constant' (1024)"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="divide advantages by the rewards' standard deviation; True is group, False none"
+    )
+    kl_penalty_coef: float = Field(0.0, ge=0, description="weight of the KL divergence from the reference")
+    kl_penalty_in: Literal["loss", "advantage"] | None = Field(
+        None, description="where it counts: k3 in the loss (default), or taken off the advantage of each token"
+    )
+    kl_penalty_reference_step: int | None = Field(
+        None, ge=0, description="the reference is this step of the model, not the base model"
+    )
+    kl_bias_correction: bool = Field(False, description="weigh the loss's k3 by the ratio (DeepSeek-V3.2)")
+    importance_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
+        None,
+        description="ratios refer to the trainer's own logprobs before the call, and the ratio of these to the "
+        "sampler's becomes a weight, truncated at a bound or 0 beyond it; default: ratios refer to the sampler's",
+    )
+    importance_correction_bound: float | None = Field(None, gt=0, description="default 3")
+    too_long: Literal["drop", "refuse"] = Field(
+        "drop", description="sequences beyond the context or max_sequence_tokens: dropped and counted, or an error"
+    )
+    max_sequence_tokens: int | None = Field(None, ge=2, description="default: the model's context length")
+    cut_off: Literal["train", "mask"] = Field(
+        "train", description="choices that ended at their token limit (DAPO's overlong filtering masks them)"
+    )
+    epochs: int = Field(1, ge=1, le=100, description="how often the batch is gone through")
+    minibatches: int = Field(1, ge=1, description="updates an epoch, each from a part of the groups")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="by the number of updates the model has had"
+    )
+    lr_schedule_updates: int | None = Field(None, ge=1, description="when linear or cosine reach their end")
+    lr_end_ratio: float | None = Field(None, ge=0, le=1, description="of the learning rate, at the end (0)")
+    warmup_updates: int = Field(0, ge=0, description="over which the learning rate rises from 0")
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     micro_batch_tokens: int = Field(
-        1024, ge=16, description="tokens of one forward and backward; bounds memory, changes no gradient"
+        2048, ge=16, description="tokens whose activations are in memory at a time; changes no gradient"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _beta(cls, values: Any) -> Any:
-        """ART 2025 called the KL weight `beta`."""
-        if isinstance(values, dict) and "beta" in values:
+    def _other_spellings(cls, values: Any) -> Any:
+        """ART 2025 called the KL weight `beta`; ART and TRL take a flag for `scale_rewards`."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if "beta" in values:
             if "kl_penalty_coef" in values:
                 raise ValueError("beta and kl_penalty_coef are the same option; give one")
-            values = {**values, "kl_penalty_coef": values["beta"]}
-            del values["beta"]
+            values["kl_penalty_coef"] = values.pop("beta")
+        if isinstance(values.get("scale_rewards"), bool):
+            values["scale_rewards"] = "group" if values["scale_rewards"] else "none"
         return values
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> TrainConfig:
+        constant = self.normalize == "constant" or (self.normalize is None and self.loss_fn == "dr_grpo")
+        needs = {
+            "normalize_tokens": (constant, "loss_fn='dr_grpo' or normalize='constant'"),
+            "kl_penalty_in": (self.kl_penalty_coef > 0, "kl_penalty_coef"),
+            "kl_penalty_reference_step": (self.kl_penalty_coef > 0, "kl_penalty_coef"),
+            "kl_bias_correction": (
+                self.kl_penalty_coef > 0 and self.kl_penalty_in != "advantage",
+                "kl_penalty_coef, and the penalty in the loss",
+            ),
+            "importance_correction_bound": (self.importance_correction is not None, "importance_correction"),
+            "lr_schedule_updates": (self.lr_schedule != "constant", "lr_schedule='linear' or 'cosine'"),
+            "lr_end_ratio": (self.lr_schedule != "constant", "lr_schedule='linear' or 'cosine'"),
+        }
+        for name, (met, condition) in needs.items():
+            if getattr(self, name) not in (None, False) and not met:
+                raise ValueError(f"{name} does nothing without {condition}; give that too, or leave it out")
+        if self.lr_schedule != "constant" and self.lr_schedule_updates is None:
+            raise ValueError(f"lr_schedule={self.lr_schedule!r} needs lr_schedule_updates, the update at which it ends")
+        if (self.lr_schedule_updates or math.inf) <= self.warmup_updates:
+            raise ValueError("warmup_updates must be less than lr_schedule_updates")
+        return self
 
 
 class EngineConfig(Settings):

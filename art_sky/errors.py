@@ -70,6 +70,12 @@ class PromptTooLong(InvalidInput):
     code = "prompt_too_long"
 
 
+class SequenceTooLong(InvalidInput):
+    """A token sequence of a batch that is longer than training allows."""
+
+    code = "sequence_too_long"
+
+
 class Unsupported(InvalidInput):
     """A request whose answer would differ from what was asked for, on this engine."""
 

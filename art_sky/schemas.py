@@ -313,12 +313,14 @@ class TrainTask(Wire):
     """One train call for the trainer. It reads `parent_dir` and `batch_path`, writes `out_dir`, commits nothing.
 
     `parent_dir` and `out_dir` hold `adapter/adapter_model.safetensors`, `adapter/adapter_config.json` (PEFT) and
-    `trainer/optimizer.safetensors`, `trainer/state.json`.
+    `trainer/optimizer.safetensors`, `trainer/state.json`; so does `reference_dir`, the step of
+    `config.kl_penalty_reference_step`.
     """
 
     request_id: str
     base_model: str
     parent_dir: str
+    reference_dir: str | None = None
     batch_path: str
     out_dir: str
     config: TrainConfig

@@ -270,13 +270,20 @@ class Jobs:
         await asyncio.to_thread(model.store.fetch_files, model.head_manifest, parent)
         await asyncio.to_thread(_fetch_batch, model, record.batch, work / "batch")
         (work / "out").mkdir()
+        config = TrainConfig(**record.config)
+        reference = None
+        if config.kl_penalty_reference_step is not None:
+            reference = work / "reference"
+            _, manifest = model.steps[model.check_step(config.kl_penalty_reference_step)]
+            await asyncio.to_thread(model.store.fetch_files, manifest, reference)
         task = TrainTask(
             request_id=record.request,
             base_model=model.record.base_model,
             parent_dir=str(parent),
+            reference_dir=reference and str(reference),
             batch_path=str(work / "batch"),
             out_dir=str(work / "out"),
-            config=TrainConfig(**record.config),
+            config=config,
         )
         async with self._registry.engine.room_for_training():
             return await self._until_cancelled(job, task)

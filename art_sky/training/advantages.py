@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
+
+Scale = Literal["group", "batch", "none"]
 
 MIN_SPREAD = 1e-6
 EPSILON = 1e-6
@@ -22,13 +25,19 @@ def skip_reason(rewards: Sequence[float]) -> str | None:
     return None
 
 
-def advantages(rewards: Sequence[float], scale: bool = True) -> list[float]:
-    """(reward - mean) / (population standard deviation + 1e-6), or without the division where `scale` is False.
+def advantages(rewards: Sequence[float], scale: Scale = "group", batch: Sequence[float] = ()) -> list[float]:
+    """(reward - mean) / (population standard deviation + 1e-6), the deviation that of the group, or of all rewards of
+    the `batch` (Hu et al. 2025, REINFORCE++, arXiv:2501.03262), or without the division.
 
     All 0 where `skip_reason` says that the group teaches nothing.
     """
     if skip_reason(rewards) is not None:
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
-    std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
-    return [(r - mean) / (std + EPSILON if scale else 1.0) for r in rewards]
+    divisor = 1.0 if scale == "none" else _deviation(rewards if scale == "group" else batch) + EPSILON
+    return [(r - mean) / divisor for r in rewards]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))

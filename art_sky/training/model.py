@@ -8,8 +8,9 @@ trained.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,14 +18,19 @@ import peft
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from art_sky.config import LoRAConfig
 from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput
+from art_sky.training import attention
+from art_sky.training.attention import PackedRow
+from art_sky.training.lora import LoRAForward
+from art_sky.training.output import predict
+from art_sky.training.probe import why_not_packed
+from art_sky.training.rows import Segment
+
+log = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float32"]
-# Positions whose logits exist at a time: 256 x 49,152 tokens x 4 bytes are 48 MiB.
-_HEAD_CHUNK = 256
 
 
 class Policy:
@@ -49,12 +55,16 @@ class Policy:
         self._config: dict[str, Any] | None = None
         self._output: nn.Module = model.get_output_embeddings()
         self._head: Tensor = model.get_output_embeddings().weight.float()  # the one float32 copy
+        self.device: torch.device = self._head.device
         self.vocab_size: int = self._head.shape[0]
         self.context_length: int = model.config.max_position_embeddings
-        # One mask serves all layers, so it can stand for plain attention only, not for a sliding window.
-        kinds = set(getattr(model.config, "layer_types", None) or ())
-        self.can_share = not getattr(model.config, "sliding_window", None) and kinds <= {"full_attention"}
         self._check_head(dtype)
+        model.set_attn_implementation(attention.NAME)
+        # Why sequences cannot share the computation of what they begin with, or None.
+        self.not_packed: str | None = why_not_packed(self, model.config)
+        if self.not_packed is not None:
+            model.set_attn_implementation("sdpa")
+            log.warning("%s: %s; sequences run as plain rows", base_model, self.not_packed)
 
     def new_adapter(self, lora: LoRAConfig, base_name: str) -> dict[str, Any]:
         """Installs an untrained adapter (A drawn from `lora.seed`, B zero) and returns its PEFT config as JSON.
@@ -111,29 +121,19 @@ class Policy:
         with self._peft.disable_adapter():
             yield
 
-    def logprobs(
-        self,
-        ids: Tensor,
-        rows: Tensor,
-        sources: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """([N] logprobs, [N] entropies, in nats) of the tokens `targets` [N], each predicted at (rows, sources).
+    def forward(self, segment: Segment, above: Sequence[PackedRow] = ()) -> tuple[PackedRow, Tensor]:
+        """Runs a segment below those it hangs on; [B * L, H] are its last hidden states, in the base's dtype."""
+        row = PackedRow(segment, above, self.device)
+        options = {}
+        if segment.packed:
+            # A mask of four dimensions is left as it is by every model, and this attention does not look at it.
+            options = {"attention_mask": torch.ones(1, 1, 1, 1), "packed_row": row, "position_ids": row.positions}
+        hidden = self._causal.base_model(input_ids=row.ids, use_cache=False, **options).last_hidden_state
+        return row, hidden.flatten(0, 1)
 
-        `ids` is [B, L], padded on the right with anything: without `mask` attention is causal, so padding is never
-        seen. `mask` [B, L, L] says which position (second) each position (first) sees, and needs `positions` [B, L].
-        `temperature` [N] divides the logits. Entropies carry no gradient.
-        """
-        hidden = self._causal.base_model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=None if mask is None else mask[:, None],
-            use_cache=False,
-        ).last_hidden_state
-        return _selected(hidden[rows, sources], self._head, targets, temperature)
+    def predict(self, hidden: Tensor, targets: Tensor, at: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """`output.predict` with this model's output layer."""
+        return predict(hidden, self._head, targets, at, temperature)
 
     def _install(self, config: peft.LoraConfig) -> dict[str, Any]:
         if self._peft is not None:
@@ -155,116 +155,25 @@ class Policy:
                 f"model, or 'all-linear'"
             )
         for layer in layers:
-            layer.forward = _LoRAForward(layer)
+            layer.forward = LoRAForward(layer)
         self._config = _as_json(self._peft.peft_config["default"])
         return self._config
 
     @torch.no_grad()
     def _check_head(self, dtype: Dtype) -> None:
         """Some architectures scale or cap their logits. Trained as plain ones they would go wrong in silence."""
-        ids = torch.arange(1, 10)[None] % self.vocab_size
-        logits = self._causal(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        theirs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        sources = torch.arange(ids.shape[1] - 1)
-        ours, _ = self.logprobs(ids, torch.zeros_like(sources), sources, ids[0, 1:], torch.ones(len(sources)))
+        ids = torch.arange(1, 10, device=self.device)[None] % self.vocab_size
+        out = self._causal(input_ids=ids, use_cache=False)
+        theirs = out.logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        at = torch.arange(ids.shape[1] - 1, device=self.device)
+        hidden = self._causal.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        ours, _ = self.predict(hidden, ids[0, 1:], at, torch.ones(len(at), device=self.device))
         difference = (ours - theirs).abs().mean().item()
         if not difference < (1e-3 if dtype == "float32" else 0.2):
             raise InvalidInput(
                 f"{type(self._causal).__name__} does more to its logits than one linear layer (mean difference "
-                f"{difference:.3g}), which this release cannot train; use a Llama, Qwen2, Qwen3 or Mistral model"
+                f"{difference:.3g}), which this release cannot train; use a Llama, Qwen, Gemma 3 or Mistral model"
             )
-
-
-class _LoRAForward:
-    """What PEFT's lora.Linear computes, but as one autograd step that keeps the input in the base's dtype."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self._base: nn.Linear = layer.get_base_layer()
-        self._a: nn.Parameter = layer.lora_A["default"].weight
-        self._b: nn.Parameter = layer.lora_B["default"].weight
-        self._scale: float = layer.scaling["default"]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._layer.disable_adapters:
-            return F.linear(x, self._base.weight, self._base.bias)
-        arguments = (x, self._base.weight, self._base.bias, self._a, self._b, self._scale)
-        out: Tensor = _LoRALinear.apply(*arguments)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return out
-
-
-class _LoRALinear(torch.autograd.Function):
-    """cast(base(x) + scale * B A float(x)); the base weight is frozen.
-
-    PEFT's own autograd graph keeps a float32 copy of the input for every layer: three quarters of the memory of a
-    step on a small bfloat16 model.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        low = F.linear(x.float(), a)
-        out = F.linear(x, weight, bias)
-        if out.dtype == torch.float32:
-            out += F.linear(low, b) * scale
-        else:
-            out = out.float().add_(F.linear(low, b), alpha=scale).to(x.dtype)
-        ctx.save_for_backward(x, weight, a, b, low)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
-        (grad,) = grads
-        x, weight, a, b, low = ctx.saved_tensors
-        g = grad.float().flatten(0, -2) * ctx.scale
-        g_low = g @ b
-        grad_b = g.t() @ low.flatten(0, -2)
-        grad_a = g_low.t() @ x.float().flatten(0, -2)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ((grad.flatten(0, -2) @ weight).float() + g_low @ a).to(x.dtype).view_as(x)
-        return grad_x, None, None, grad_a, grad_b, None
-
-
-class _Selected(torch.autograd.Function):
-    """Logprob and entropy of one token a position, with logits in memory for one chunk of positions only.
-
-    Each logprob depends on one hidden vector, so its derivative, (W[target] - p W) / temperature, is made while the
-    probabilities are there, and the backward pass is one product a position.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        n = len(targets)
-        logprobs, entropies = torch.empty(n), torch.empty(n)
-        needed = ctx.needs_input_grad[0]
-        slopes = torch.empty(n, head.shape[1]) if needed else None
-        for start in range(0, n, _HEAD_CHUNK):
-            at = slice(start, start + _HEAD_CHUNK)
-            t, target = temperature[at, None], targets[at]
-            logits = (hidden[at].float() @ head.t()).div_(t)
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            logprobs[at] = (logits.gather(1, target[:, None]) - normaliser)[:, 0]
-            probabilities = (logits - normaliser).exp_()
-            entropies[at] = normaliser[:, 0] - torch.linalg.vecdot(probabilities, logits)
-            if slopes is not None:
-                slopes[at] = (head[target] - probabilities @ head).div_(t)
-        if slopes is not None:
-            ctx.save_for_backward(slopes)
-        ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (slopes,) = ctx.saved_tensors
-        return (grads[0][:, None] * slopes).to(ctx.dtype), None, None, None
-
-
-def _selected(hidden: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    arguments = (hidden, head, targets, temperature)
-    result: tuple[Tensor, Tensor] = _Selected.apply(*arguments)  # type: ignore[no-untyped-call]  # as above
-    return result
 
 
 def _as_json(config: peft.LoraConfig) -> dict[str, Any]:

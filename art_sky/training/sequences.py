@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from art_sky.errors import InvalidInput
+from art_sky.config import TrainConfig
+from art_sky.errors import InvalidInput, SequenceTooLong
 from art_sky.store.batches import is_choice
 from art_sky.training.advantages import advantages, skip_reason
 from art_sky.training.choices import check_choice, check_reward, histories
@@ -53,55 +54,72 @@ class Batch:
     groups: int = 0
     exceptions: int = 0
     splits: int = 0
-    too_long: int = 0  # sequences beyond the context length: dropped, never cut
+    too_long: int = 0  # sequences beyond the longest allowed: dropped, never cut
+    cut_off: int = 0  # choices that ended at their token limit and are therefore context only
     without_tokens: int = 0  # trajectories that hold no choice; they are part of their group's baseline
 
-    def reason(self) -> str | None:
-        """Why there is nothing to train on, or None."""
-        if self.sequences:
+    def reason(self, kl_penalty: bool = False) -> str | None:
+        """Why there is nothing to train on, or None. With a KL penalty a sequence of advantage 0 has a gradient."""
+        if any(s.advantage != 0 or kl_penalty for s in self.sequences):
             return None
         parts = [f"{n} x {reason}" for reason, n in sorted(self.skipped.items())]
-        if self.too_long:
-            parts.append(f"{self.too_long} x sequence longer than the context")
-        if self.without_tokens:
-            parts.append(f"{self.without_tokens} x trajectory without a sampled choice")
+        for count, what in (
+            (self.too_long, "sequence too long"),
+            (self.cut_off, "choice cut off at its token limit"),
+            (self.without_tokens, "trajectory without a sampled choice"),
+            (len(self.sequences), "sequence whose advantage is 0"),
+        ):
+            if count:
+                parts.append(f"{count} x {what}")
         return "nothing to train on: " + (", ".join(parts) or "the batch is empty")
 
 
 def build_batch(
-    groups: Sequence[Mapping[str, Any]], *, scale_rewards: bool, vocab_size: int, context_length: int
+    groups: Sequence[Mapping[str, Any]], config: TrainConfig, *, vocab_size: int, context_length: int
 ) -> Batch:
     """The sequences of a batch (`art_sky.store.batches.decode_batch`).
 
-    Every choice and reward is checked, those of skipped groups too. Raises InvalidReward, MissingTokens or
-    InvalidInput naming group, trajectory and message.
+    Every choice and reward is checked, those of skipped groups too. Raises InvalidReward, MissingTokens,
+    SequenceTooLong or InvalidInput naming group, trajectory and message.
     """
     batch = Batch(groups=len(groups))
-    for g, group in enumerate(groups):
+    found = [
+        [check_reward(t.get("reward"), f"group {g}, trajectory {i}") for i, t in enumerate(group["trajectories"])]
+        for g, group in enumerate(groups)
+    ]
+    batch.rewards = [r for rewards in found for r in rewards]
+    limit = min(context_length, config.max_sequence_tokens or context_length)
+    for g, (group, rewards) in enumerate(zip(groups, found, strict=True)):
         batch.exceptions += len(group.get("exceptions") or [])
-        trajectories = group["trajectories"]
-        rewards = [check_reward(t.get("reward"), f"group {g}, trajectory {i}") for i, t in enumerate(trajectories)]
-        batch.rewards += rewards
         reason = skip_reason(rewards)
         if reason is not None:
             batch.skipped[reason] += 1
-        for t, (trajectory, advantage) in enumerate(zip(trajectories, advantages(rewards, scale_rewards), strict=True)):
-            made, splits = _sequences(trajectory, g, t, advantage, vocab_size)
+        weights = advantages(rewards, config.scale_rewards, batch.rewards)
+        for t, (trajectory, advantage) in enumerate(zip(group["trajectories"], weights, strict=True)):
+            made, splits, cut_off = _sequences(trajectory, g, t, advantage, vocab_size, config.cut_off == "mask")
             if reason is not None:
                 continue
             batch.splits += splits
+            batch.cut_off += cut_off
             batch.without_tokens += not made
-            fitting = [s for s in made if len(s) <= context_length]
-            batch.too_long += len(made) - len(fitting)
-            batch.sequences += fitting
+            too_long = [s for s in made if len(s) > limit]
+            if too_long and config.too_long == "refuse":
+                raise SequenceTooLong(
+                    f"group {g}, trajectory {t}: a sequence of {len(too_long[0])} tokens is longer than {limit}; drop "
+                    f"such trajectories (too_long='drop' does it), or raise max_sequence_tokens up to the model's "
+                    f"{context_length}"
+                )
+            batch.too_long += len(too_long)
+            batch.sequences += [s for s in made if len(s) <= limit and s.trained]
     return batch
 
 
 def _sequences(
-    trajectory: Mapping[str, Any], group: int, index: int, advantage: float, vocab_size: int
-) -> tuple[list[TokenSequence], int]:
+    trajectory: Mapping[str, Any], group: int, index: int, advantage: float, vocab_size: int, mask_cut_off: bool
+) -> tuple[list[TokenSequence], int, int]:
+    """The sequences, how often a turn did not extend the one before, and how many choices were masked."""
     made: list[TokenSequence] = []
-    splits = 0
+    splits = cut_off = 0
     for history, items in histories(trajectory):
         running: _Running | None = None
         for m, item in enumerate(items):
@@ -121,10 +139,12 @@ def _sequences(
                     made.append(running.finish(group, index, advantage))
                     splits += 1
                 running = _Running()
-            running.add(prompt, sampled, item)
+            masked = mask_cut_off and item.get("finish_reason") == "length"
+            cut_off += masked
+            running.add(prompt, sampled, item, not masked)
         if running is not None:
             made.append(running.finish(group, index, advantage))
-    return made, splits
+    return made, splits, cut_off
 
 
 class _Running:
@@ -132,21 +152,30 @@ class _Running:
 
     def __init__(self) -> None:
         self._ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._turns: list[tuple[int, Mapping[str, Any]]] = []  # (index of the first sampled token, choice)
+        # (index of the first sampled token, choice, whether it is trained)
+        self._turns: list[tuple[int, Mapping[str, Any], bool]] = []
 
     def extends(self, prompt: npt.NDArray[np.int32]) -> bool:
         return np.array_equal(prompt[: len(self._ids)], self._ids)
 
-    def add(self, prompt: npt.NDArray[np.int32], sampled: npt.NDArray[np.int32], choice: Mapping[str, Any]) -> None:
+    def add(
+        self,
+        prompt: npt.NDArray[np.int32],
+        sampled: npt.NDArray[np.int32],
+        choice: Mapping[str, Any],
+        trained: bool,
+    ) -> None:
         self._ids = np.concatenate([prompt, sampled])
-        self._turns.append((len(prompt), choice))
+        self._turns.append((len(prompt), choice, trained))
 
     def finish(self, group: int, trajectory: int, advantage: float) -> TokenSequence:
         n = len(self._ids)
         logprobs = np.full(n, np.nan, np.float32)
         sampled, comparable, greedy = (np.zeros(n, np.bool_) for _ in range(3))
         temperature = np.ones(n, np.float32)
-        for start, choice in self._turns:
+        for start, choice, trained in self._turns:
+            if not trained:
+                continue
             turn = slice(start, start + len(choice["token_ids"]))
             how = choice["sampling"]
             logprobs[turn] = choice["token_logprobs"]

@@ -60,19 +60,21 @@ class Worker:
             policy = self._load()
             batch = build_batch(
                 decode_batch(Path(task.batch_path).read_bytes()),
-                scale_rewards=task.config.scale_rewards,
+                task.config,
                 vocab_size=policy.vocab_size,
                 context_length=policy.context_length,
             )
-            reason = batch.reason()
+            reason = batch.reason(task.config.kl_penalty_coef > 0)
             if reason is not None:
                 metrics = {**trainer.describe(batch), "time/train_seconds": time.monotonic() - began}
                 return TrainOutcome(updates=0, reason=reason, metrics=metrics).model_dump()
             step = state.load(Path(task.parent_dir))
-            metrics = trainer.train(policy, step, batch, task.config, progress)
+            reference = state.load(Path(task.reference_dir)) if task.reference_dir else None
+            before = step.updates
+            metrics = trainer.train(policy, step, batch, task.config, progress, reference)
             state.save(step, Path(task.out_dir))
         metrics["time/train_seconds"] = time.monotonic() - began
-        return TrainOutcome(updates=1, metrics=metrics).model_dump()
+        return TrainOutcome(updates=step.updates - before, metrics=metrics).model_dump()
 
     def _load(self) -> Policy:
         if self._policy is None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training.make_batch import make_choice, make_group, make_trajectory
 
-from art_sky.errors import InvalidInput, InvalidReward, MissingTokens
+from art_sky.config import TrainConfig
+from art_sky.errors import InvalidInput, InvalidReward, MissingTokens, SequenceTooLong
 from art_sky.training.advantages import advantages, skip_reason
 from art_sky.training.choices import check_groups
 from art_sky.training.sequences import Batch, build_batch
@@ -17,8 +18,8 @@ from art_sky.training.sequences import Batch, build_batch
 USER = {"role": "user", "content": "hi"}
 
 
-def build(groups: list, **options) -> Batch:
-    return build_batch(groups, **{"scale_rewards": True, "vocab_size": 100, "context_length": 64, **options})
+def build(groups: list, context_length: int = 64, **options) -> Batch:
+    return build_batch(groups, TrainConfig(**options), vocab_size=100, context_length=context_length)
 
 
 def pair(items: list, more: list | None = None) -> list:
@@ -150,7 +151,28 @@ def test_long_sequences_are_dropped_and_counted_never_cut():
     batch = build(pair([make_choice([1], [2], [-1.0])], [[long]]))
     assert (batch.too_long, [len(s) for s in first(batch)]) == (1, [2])
     only_long = build([make_group([make_trajectory([long], 1.0), make_trajectory([long], 0.0)])])
-    assert only_long.reason() == "nothing to train on: 2 x sequence longer than the context"
+    assert only_long.reason() == "nothing to train on: 2 x sequence too long"
+    assert build([make_group([make_trajectory([long], 1.0), make_trajectory([long], 0.0)])], 65).reason() is None
+
+
+def test_long_sequences_can_be_refused_and_limited_below_the_context():
+    groups = pair([make_choice([1, 2, 3], [4, 5], [-1.0] * 2)])
+    assert build(groups, too_long="refuse", max_sequence_tokens=5).too_long == 0
+    with pytest.raises(SequenceTooLong, match="group 0, trajectory 0: a sequence of 5 tokens is longer than 4"):
+        build(groups, too_long="refuse", max_sequence_tokens=4)
+    assert build(groups, max_sequence_tokens=4).too_long == 1
+    assert build(groups, context_length=4, max_sequence_tokens=9).too_long == 1
+
+
+def test_choices_cut_off_at_their_limit_can_be_context_only():
+    a = make_choice([1, 2], [3, 4], [-0.5, -0.25]) | {"finish_reason": "length"}
+    b = make_choice([1, 2, 3, 4, 5], [6], [-2.0])
+    assert first(build(pair([a, b])))[0].trained == 3
+    batch = build(pair([a, b]), cut_off="mask")
+    (one,) = first(batch)
+    assert (one.sampled.tolist(), batch.cut_off) == ([False] * 5 + [True], 1)
+    only = build([make_group([make_trajectory([a], 1.0), make_trajectory([a], 0.0)])], cut_off="mask")
+    assert only.reason() == "nothing to train on: 2 x choice cut off at its token limit"
 
 
 def test_groups_that_teach_nothing_are_skipped_with_the_reason():
@@ -166,13 +188,18 @@ def test_groups_that_teach_nothing_are_skipped_with_the_reason():
     assert silent.reason() == "nothing to train on: 2 x trajectory without a sampled choice"
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=0, max_size=12), st.booleans())
-def test_advantages_against_a_reference(rewards, scale):
-    made = advantages(rewards, scale)
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=0, max_size=12),
+    st.sampled_from(["group", "batch", "none"]),
+    st.lists(st.floats(-1e6, 1e6), max_size=5),
+)
+def test_advantages_against_a_reference(rewards, scale, others):
+    made = advantages(rewards, scale, [*rewards, *others])
     if len(rewards) < 2 or max(rewards) - min(rewards) < 1e-6:
         assert skip_reason(rewards) and made == [0.0] * len(rewards)
         return
     r = np.array(rewards, np.float64)
-    expected = (r - r.mean()) / ((r.std() + 1e-6) if scale else 1.0)
+    std = {"group": r.std() + 1e-6, "batch": np.array([*rewards, *others]).std() + 1e-6, "none": 1.0}[scale]
+    expected = (r - r.mean()) / std
     assert skip_reason(rewards) is None
     np.testing.assert_allclose(made, expected, rtol=1e-6, atol=1e-9 * max(1, abs(r).max()))

@@ -15,11 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from art_sky.config import LoRAConfig, TrainConfig
 from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput, TrainFailed
+from art_sky.training import passes
 from art_sky.training import state as files
+from art_sky.training.lora import LoRALinear
 from art_sky.training.model import Policy
+from art_sky.training.objective import PolicyObjective, make_parts, prepare
 from art_sky.training.rows import plan
 from art_sky.training.sequences import build_batch
-from art_sky.training.trainer import backward, train
+from art_sky.training.tokens import TokenTable
+from art_sky.training.trainer import train
 
 torch.set_num_threads(1)
 
@@ -43,21 +47,29 @@ def random_adapter(policy: Policy, scale: float = 0.05, **lora) -> files.Trainer
     return files.TrainerState.fresh(config, {k: p.detach().clone() for k, p in policy.adapter().items()})
 
 
-def batch_of(policy: Policy, groups: list, scale: bool = True):
-    return build_batch(groups, scale_rewards=scale, vocab_size=policy.vocab_size, context_length=policy.context_length)
+def batch_of(policy: Policy, groups: list, **options):
+    config = TrainConfig(**options)
+    return build_batch(groups, config, vocab_size=policy.vocab_size, context_length=policy.context_length)
 
 
-def gradient(policy: Policy, state, batch, config: TrainConfig, can_share: bool):
-    from art_sky.training.losses import LOSSES, token_weights
-
+def gradient(policy: Policy, state, batch, config: TrainConfig, share: bool):
+    """([P] the flat gradient, the loss, the number of passes) of the batch's one part."""
     policy.load_adapter(state.adapter_config, state.adapter)
-    weights = token_weights(batch.sequences, LOSSES[config.loss_fn].per)
-    micro_batches = plan(batch.sequences, config.micro_batch_tokens, can_share)
-    seen = [backward(policy, m, batch.sequences, weights, config) for m in micro_batches]
+    (part,) = make_parts(batch.sequences, config, share)
+
+    def score(segments, table):
+        return passes.score(policy, segments, table, lambda: None)
+
+    if config.kl_penalty_coef:
+        with policy.base_only():
+            part.reference = score(part.segments, part.table)
+    prepare([part], config, score)
+    objective = PolicyObjective(part, config, score)
+    passes.backward(policy, part.segments, part.table, objective, lambda: None)
     made = torch.cat([p.grad.flatten() for p in policy.adapter().values()])
     for p in policy.adapter().values():
         p.grad = None
-    return made, sum(o.loss for o in seen), len(micro_batches)
+    return made, objective.loss, sum(1 for s in part.segments for _ in s.walk())
 
 
 def reference_gradient(model, folder, batch, config: TrainConfig):
@@ -143,26 +155,38 @@ def test_logprobs_and_entropy_agree_with_a_plain_forward(policy, tiny_model, tmp
     lm = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), tmp_path / "adapter"
     ).eval()
-    ids = torch.randint(4, policy.vocab_size, (3, 300), generator=torch.Generator().manual_seed(0))
-    rows = torch.arange(3).repeat_interleave(299)
-    sources = torch.arange(299).repeat(3)
-    temperature = torch.rand(len(rows)) + 0.5
-    with torch.no_grad():
-        logp, entropy = policy.logprobs(ids, rows, sources, ids[rows, sources + 1], temperature)
-        full = (lm(input_ids=ids).logits[rows, sources] / temperature[:, None]).log_softmax(-1)
-        with policy.base_only(), lm.disable_adapter():
-            base, _ = policy.logprobs(ids, rows, sources, ids[rows, sources + 1], temperature)
-            base_full = (lm(input_ids=ids).logits[rows, sources] / temperature[:, None]).log_softmax(-1)
-    expected = full.gather(1, ids[rows, sources + 1, None])[:, 0]
-    assert (logp - expected).abs().max() < 1e-5
-    assert (entropy + (full.exp() * full).sum(-1)).abs().max() < 1e-4
-    assert (base - base_full.gather(1, ids[rows, sources + 1, None])[:, 0]).abs().max() < 1e-5
+    batch = batch_of(policy, make_groups(tiny_model, groups=3, size=3, turns=2, tokens=90, temperature=0.8))
+    table = TokenTable.of(batch.sequences)
+    segments = plan(batch.sequences, 4096, True)
+    seen = {}
+
+    def watch(tokens, logp, entropy):
+        seen.update(zip(tokens.tolist(), zip(logp.tolist(), entropy.tolist(), strict=True), strict=True))
+        return logp.sum()
+
+    passes.backward(policy, segments, table, watch, lambda: None)
+    with policy.base_only():
+        base = passes.score(policy, segments, table, lambda: None)
+    full, plain = [], []
+    for s in batch.sequences:
+        at = torch.from_numpy(s.sampled).nonzero()[:, 0]
+        ids = torch.from_numpy(s.ids).long()
+        with torch.no_grad():
+            full.append((lm(input_ids=ids[None]).logits[0, at - 1] / 0.8).log_softmax(-1))
+            with lm.disable_adapter():
+                plain.append(plain_logprobs(lm, s, at))
+    full = torch.cat(full)
+    logp, entropy = (torch.tensor([seen[i][j] for i in range(len(table))]) for j in (0, 1))
+    assert len(full) == len(seen) > 256
+    torch.testing.assert_close(logp, full.gather(1, table.ids[:, None])[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(base, torch.cat(plain), rtol=0, atol=1e-5)
     assert (base - logp).abs().max() > 1e-2
+    for p in policy.adapter().values():
+        p.grad = None
 
 
 def test_bfloat16_adapter_layers_compute_what_peft_computes(tiny_model):
-    from art_sky.training.model import _LoRALinear
-
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     lm = peft.get_peft_model(lm, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], lora_dropout=0.0))
@@ -174,7 +198,7 @@ def test_bfloat16_adapter_layers_compute_what_peft_computes(tiny_model):
         inputs = x.clone().requires_grad_()
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         a.grad = b.grad = None
-        out = _LoRALinear.apply(inputs, layer.base_layer.weight, None, a, b, 2.0) if ours else layer(inputs)
+        out = LoRALinear.apply(inputs, layer.base_layer.weight, None, a, b, 2.0) if ours else layer(inputs)
         (out.float() ** 2).sum().backward()
         results.append((out, inputs.grad, a.grad.clone(), b.grad.clone()))
     for theirs, mine in zip(*results, strict=True):
