@@ -10,13 +10,16 @@ id they belong to; `unix` times are for people and for the ledger.
 | secrets.json | 0600 | the controller, over SSH stdin | Secrets: tokens and a store credential |
 | beat | 0644 | the tunnel's session channel, each 15 s | its time of change is the controller's beat |
 | watchdog.json | 0644 | the watchdog, each 10 s | WatchdogState: heartbeat, phase, why it ends |
-| extend.json | 0600 | the controller, over SSH stdin | Limits that replace those of node.json |
+| extend.json | 0600 | the controller, over SSH stdin | NodeLimits that replace those of node.json |
+| end | 0644 | `receive end` and the hooks of the task | its being there asks the watchdog to end |
+| python.json | 0644 | the installation | which Python runs the server, and from where |
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +43,8 @@ REASONS = {
     "health": "the server did not come up",
     "server": "the server failed three times in 30 minutes",
     "guard": "the guard found no living watchdog",
+    "autostop": "SkyPilot's autodown cannot be armed any more",
+    "watchdog": "the watchdog itself failed",
 }
 
 
@@ -81,7 +86,6 @@ class Secrets:
     token: str  # of the stable address, also the server's
     store_env: dict[str, str] = dataclasses.field(default_factory=dict)
     hf_token: str | None = None
-    wandb_api_key: str | None = None
     format: int = FORMAT
 
 
@@ -93,12 +97,14 @@ class WatchdogState:
     phase: str
     server_url: str | None = None  # http://127.0.0.1:PORT once it answers
     server_starts: int = 0
+    age_seconds: float = 0.0  # since the machine is billed, counted over reboots
     spent: float = 0.0
     idle_seconds: float = 0.0
     ending: str | None = None  # a key of REASONS
     ending_boottime: float | None = None
     not_flushed: list[str] = dataclasses.field(default_factory=list)
     preemption_unix: float | None = None
+    poweroff: bool = False  # SkyPilot will not tear the machine down: the guard shall, at once when this has ended
     format: int = FORMAT
 
 
@@ -132,16 +138,32 @@ def ledger_key(cluster: str, node: str) -> str:
     return f"_clusters/{cluster}/costs/{node}.json"
 
 
+def check_limits(limits: NodeLimits) -> None:
+    """Raises ValueError for a limit that would never be reached, or at once."""
+    for field in dataclasses.fields(NodeLimits):
+        value = getattr(limits, field.name)
+        if field.name == "budget" and value is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and field.name != "budget"):
+            raise ValueError(f"{field.name} must be a number above 0, not {value!r}")
+
+
 Kind = TypeVar("Kind", NodeConfig, Secrets, WatchdogState, NodeLimits, LedgerEntry)
 
 
 def write(path: Path, record: Any, mode: int = 0o644) -> None:
     """A reader sees the old file or the new one, also after power was cut."""
+    write_text(path, json.dumps(dataclasses.asdict(record)), mode)
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Like `write`, for what is no record."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(str(scratch), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump(dataclasses.asdict(record), file)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)

@@ -1,0 +1,148 @@
+"""`python3 -m art_sky.node.install FOLDER`: a Python for the server, in `FOLDER/python.json`.
+
+An image that has everything is used as it is: its environment is /opt/art-sky/venv, and the wheel is unpacked beside
+it. Else a virtual environment is made in the folder, by uv where SkyPilot put one, and wheel and packages go into it.
+What an earlier run finished is not done again. Runs as a child of the watchdog, which sets its deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from art_sky.node import records
+
+IMAGE = Path("/opt/art-sky/venv/bin/python")
+OLDEST = (3, 11)  # requires-python of the wheel
+
+
+@dataclasses.dataclass(frozen=True)
+class Python:
+    """`path` goes into PYTHONPATH where the wheel is not installed in the environment itself."""
+
+    executable: str
+    path: str | None = None
+
+
+def main(argv: list[str]) -> int:
+    folder = Path(argv[0])
+    try:
+        config = records.read(folder / "node.json", records.NodeConfig)
+        python = install(folder, config, IMAGE)
+    except (OSError, ValueError, zipfile.BadZipFile, subprocess.SubprocessError) as e:
+        print(f"art-sky: the installation failed: {e}; see the lines above, then launch again", flush=True)
+        return 1
+    records.write_text(folder / "python.json", json.dumps(dataclasses.asdict(python)))
+    return 0
+
+
+def install(folder: Path, config: records.NodeConfig, image: Path) -> Python:
+    """Raises OSError, ValueError or SubprocessError, each with what failed."""
+    wheel = folder / config.wheel
+    if has_all(image, wheel, config.packages):
+        print(f"art-sky: the image has all packages ({image})", flush=True)
+        return Python(str(image), str(_unpack(wheel, folder / "site")))
+    venv = folder / "venv"
+    executable = venv / "bin" / "python"
+    wanted = {"wheel": _hash(wheel), "packages": config.packages}
+    marker = venv / "installed.json"
+    if marker.exists() and json.loads(marker.read_text()) == wanted:
+        print("art-sky: all packages were installed before", flush=True)
+        return Python(str(executable))
+    tools = [tool for tool in (_with_uv(venv), _with_pip(venv)) if tool is not None]
+    if not tools:
+        raise ValueError(f"the image has neither uv nor a Python {'.'.join(map(str, OLDEST))} with venv")
+    for n, (make, pip) in enumerate(tools):
+        shutil.rmtree(venv, ignore_errors=True)
+        try:
+            _run(make)
+            _run([*pip, str(wheel), *config.packages])
+            break
+        except subprocess.CalledProcessError:
+            if n == len(tools) - 1:
+                raise
+    records.write_text(marker, json.dumps(wanted))
+    return Python(str(executable))
+
+
+def has_all(python: Path, wheel: Path, packages: Sequence[str]) -> bool:
+    """Whether this Python needs nothing more, by pip's own resolver without an index. Packages pinned to a version
+    must have it."""
+    if not python.exists():
+        return False
+    command = [str(python), "-m", "pip", "install", "--dry-run", "--no-index"]
+    environment = {name: value for name, value in _environment().items() if not name.startswith("PIP_")}
+    found = subprocess.run(
+        [*command, "--quiet", str(wheel), *packages],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**environment, "PIP_CONFIG_FILE": os.devnull},
+    )
+    if found.returncode != 0:
+        missing = found.stderr.strip().splitlines()[-1:] or ["pip failed"]
+        print(f"art-sky: the image lacks something: {missing[0][:300]}", flush=True)
+        return False
+    return True
+
+
+def read_python(folder: Path) -> Python:
+    """What the installation left. Raises OSError or ValueError."""
+    found = json.loads((folder / "python.json").read_text())
+    return Python(found["executable"], found["path"])
+
+
+def _with_uv(venv: Path) -> tuple[list[str], list[str]] | None:
+    uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home() / '.local' / 'bin'}")
+    if uv is None:
+        return None
+    make = [uv, "venv", "--no-project", "--python", f">={'.'.join(map(str, OLDEST))}", str(venv)]
+    return make, [uv, "pip", "install", "--python", str(venv / "bin" / "python")]
+
+
+def _with_pip(venv: Path) -> tuple[list[str], list[str]] | None:
+    for name in ("python3.13", "python3.12", "python3.11", "python3"):
+        found = shutil.which(name)
+        if found and _version(found) >= OLDEST:
+            pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+            return [found, "-m", "venv", str(venv)], pip
+    return None
+
+
+def _version(python: str) -> tuple[int, ...]:
+    code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, env=_environment())
+    return tuple(map(int, found.stdout.split())) if found.returncode == 0 else (0, 0)
+
+
+def _run(command: Sequence[str]) -> None:
+    print(f"art-sky: {' '.join(command)}", flush=True)
+    subprocess.run(list(command), stdin=subprocess.DEVNULL, check=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    """Of the children: this process runs from the wheel, they must not."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def _unpack(wheel: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    return target
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
