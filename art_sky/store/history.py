@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from art_sky.errors import InvalidInput, ObjectNotFound, PreconditionFailed
 from art_sky.schemas import HistoryRow, Split
+from art_sky.store.read_ahead import read_ahead
 from art_sky.store.records import Records, to_json
 
 STATE = "state.json"
@@ -65,7 +66,7 @@ class RunLog(Records):
 
     def history(self) -> list[HistoryRow]:
         """All rows, by step, attempt and split."""
-        rows = [self.read(HistoryRow, name) for name in self.names("history/")]
+        rows = read_ahead(lambda name: self.read(HistoryRow, name), self.names("history/"))
         return sorted(rows, key=lambda row: (row.step, row.attempt, row.split))
 
     def write_trajectories(self, split: str, step: int, attempt: int, batch: bytes) -> str:

@@ -21,10 +21,11 @@ A step counts when it can be reached from HEAD through `parent`; every other man
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -53,10 +54,11 @@ from art_sky.schemas import (
     TrainRequestRecord,
 )
 from art_sky.store import open_store
+from art_sky.store.files import file_ref, unpack
 from art_sky.store.history import RunLog
 from art_sky.store.keys import check_key
-from art_sky.store.os_errors import reported
 from art_sky.store.protocol import Store
+from art_sky.store.read_ahead import WORTH_IT, read_ahead
 from art_sky.store.records import Records, to_json
 
 if TYPE_CHECKING:
@@ -212,6 +214,9 @@ class ModelStore(RunLog):
 
     def head_chain(self, head: Head) -> Iterator[tuple[str, Manifest]]:
         """(key, manifest) from HEAD back to step 0. Raises CorruptObject also when HEAD names another step."""
+        if head.step >= len(self._manifests) + WORTH_IT:
+            # Each names its parent, so that the chain itself can only be read one by one.
+            deque(read_ahead(self._try_manifest, self.names("manifests/")), maxlen=0)
         for key, manifest in self.chain(head.manifest or None):
             if key == head.manifest and manifest.step != head.step:
                 raise self.corrupt("HEAD", f"it says step {head.step}, and its manifest is of step {manifest.step}")
@@ -331,27 +336,11 @@ class ModelStore(RunLog):
         """
         wanted = {check_key(n): ref for n, ref in manifest.files.items() if n.startswith(prefix)}
         self.refuse_deleted(manifest)
-        with reported("unpack a checkpoint", folder):
-            missing = {n: ref for n, ref in wanted.items() if not _holds(folder / n, ref)}
-            if not missing and folder.is_dir():
-                return folder
-            scratch = folder.parent / f".{folder.name[:80]}.{uuid.uuid4().hex}"
-            try:
-                scratch.mkdir(parents=True)
-                for name, ref in missing.items():
-                    (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-                    with (scratch / name).open("wb") as out:
-                        out.writelines(self.blob_blocks(ref))
-                if len(missing) < len(wanted) or not _renamed(scratch, folder):
-                    for name in missing:
-                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                        (scratch / name).replace(folder / name)
-            except ObjectNotFound:
-                self.refuse_deleted(manifest)  # deleted since it was asked for?
-                raise
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)  # best effort: what stays is only in the way
-        return folder
+        try:
+            return unpack(wanted, self.blob_blocks, folder)
+        except ObjectNotFound:
+            self.refuse_deleted(manifest)  # deleted since it was asked for?
+            raise
 
     def refuse_deleted(self, manifest: Manifest) -> None:
         if self._has(f"deleted/{manifest_name(manifest)}"):
@@ -367,6 +356,10 @@ class ModelStore(RunLog):
         except NotFound:
             return []
         return list(self.head_chain(head))
+
+    def _try_manifest(self, name: str) -> None:
+        with suppress(StoreError):  # raised when the chain comes to it, if it does
+            self.manifest(self.key(name))
 
     def _has(self, name: str) -> bool:
         try:
@@ -455,15 +448,6 @@ class ModelStore(RunLog):
         return Writer(self, owner, wait_seconds)
 
 
-def file_ref(data: bytes | Path) -> FileRef:
-    """Hash and size of bytes or of a file."""
-    if isinstance(data, bytes):
-        return FileRef(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
-    with reported("read a file", data), data.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRef(sha256=digest, size=file.tell())
-
-
 def blob_hash(key: str) -> str:
     """The hash in the key of a blob or of a copy of it."""
     return key.rpartition("/")[2].partition(".")[0]
@@ -479,18 +463,3 @@ def check_request(request: str) -> str:
 
 def _request(request: str) -> str:
     return f"requests/{request}.json"
-
-
-def _holds(path: Path, ref: FileRef) -> bool:
-    return path.is_file() and path.stat().st_size == ref.size and file_ref(path).sha256 == ref.sha256
-
-
-def _renamed(scratch: Path, folder: Path) -> bool:
-    """False when `folder` exists and is not empty."""
-    try:
-        scratch.rename(folder)
-    except OSError:
-        if folder.is_dir():
-            return False
-        raise
-    return True

@@ -11,6 +11,9 @@ from art_sky.errors import CorruptObject
 from art_sky.store.batches import decode_batch
 from art_sky.store.model_store import ModelStore
 from art_sky.store.protocol import Store
+from art_sky.store.read_ahead import read_ahead
+
+AHEAD = 4  # objects, which may be large
 
 # What `RunLog.write_trajectories` names its objects; the last number tells objects of one step apart.
 _NAME = re.compile(
@@ -36,15 +39,17 @@ def iter_trajectories(
 ) -> Iterator[LoggedGroups]:
     """What `project/name` logged, by split, step and attempt; of all splits and steps by default. Needs no server.
 
-    Holds one object at a time. Raises CorruptObject naming the object that cannot be read, and NotFound for a model
-    that was never registered.
+    Holds one object at a time, and the compressed bytes of the next few. Raises CorruptObject naming the object that
+    cannot be read, and NotFound for a model that was never registered.
     """
     model = ModelStore(store, project, name)
     found = [m for m in _objects(model) if split in (None, m["split"]) and (steps is None or int(m["step"]) in steps)]
-    for match in sorted(found, key=lambda m: (m["split"], int(m["step"]), int(m["attempt"]), int(m["part"] or 1))):
+    found.sort(key=lambda m: (m["split"], int(m["step"]), int(m["attempt"]), int(m["part"] or 1)))
+    objects = read_ahead(lambda match: store.get(model.key(match[0])).data, found, AHEAD)
+    for match, data in zip(found, objects, strict=True):
         key = model.key(match[0])
         try:
-            groups = decode_batch(store.get(key).data)
+            groups = decode_batch(data)
         except CorruptObject as e:
             raise CorruptObject(f"{key!r} in {store.url}: {e.message.partition(';')[0]}; delete it to read on") from e
         yield LoggedGroups(key, project, name, match["split"], int(match["step"]), int(match["attempt"]), groups)

@@ -29,8 +29,9 @@ from art_sky.errors import (
 from art_sky.schemas import FileRef, Head, Manifest
 from art_sky.store.deletion import read_condemned
 from art_sky.store.failpoints import failpoint
+from art_sky.store.files import file_ref
 from art_sky.store.history import finite_metrics
-from art_sky.store.model_store import NO_STEP, check_request, file_ref, manifest_name
+from art_sky.store.model_store import NO_STEP, check_request, manifest_name
 from art_sky.store.records import to_json
 
 if TYPE_CHECKING:
