@@ -109,8 +109,8 @@ class DemoResult:
 class Report(Protocol):
     """Who watches."""
 
-    def phase(self, text: str, done: int = 0, total: int | None = None) -> None:
-        """What is being done now, and how much of how much."""
+    def phase(self, text: str, done: int = 0, total: int | None = None, in_bytes: bool = False) -> None:
+        """What is being done now, and how much of how much: steps, or bytes."""
         ...
 
     def note(self, text: str) -> None: ...
@@ -127,7 +127,7 @@ def run_demo(options: DemoOptions, report: Report) -> DemoResult:
     """
     began = time.monotonic()
     # Before the event loop starts: Ctrl-C then ends a download at once.
-    resolve(SMOLLM2, lambda what, done, total: report.phase(what, done, total))
+    resolve(SMOLLM2, lambda what, done, total: report.phase(what, done, total, what.startswith("download")))
     if options.fresh:
         forget(options)
     return asyncio.run(_run(options, report, began))

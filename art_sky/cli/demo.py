@@ -7,10 +7,20 @@ from typing import Any, NoReturn
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 from art_sky.cli.main import INTERRUPTED
-from art_sky.cli.output import duration, json_option, print_json, stderr, stdout
+from art_sky.cli.output import duration, json_option, print_json, size, stderr, stdout
 from art_sky.demo import DemoOptions, DemoResult, StepRow, run_demo
 from art_sky.tracking.charts import Curve, png_chart, terminal_chart
 
@@ -47,6 +57,16 @@ def command(as_json: bool, **given: Any) -> None:
     _summary(stdout(), options, result)
 
 
+class _Bytes(ProgressColumn):
+    """How much of how much, and how fast, where bytes are what is counted."""
+
+    def render(self, task: Task) -> Text:
+        if not task.fields["in_bytes"]:
+            return Text("")
+        of = "" if task.total is None else f" of {size(int(task.total))}"
+        return Text(f"{size(int(task.completed))}{of}, {size(int(task.speed or 0))}/s")
+
+
 class _Report:
     """A line of progress at the bottom, and above it the table of steps as it grows."""
 
@@ -58,6 +78,7 @@ class _Report:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
+            _Bytes(),
             TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -72,13 +93,15 @@ class _Report:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def phase(self, text: str, done: int = 0, total: int | None = None) -> None:
+    def phase(self, text: str, done: int = 0, total: int | None = None, in_bytes: bool = False) -> None:
         if self._task is None:
-            self._task = self._progress.add_task(text, total=total)
+            self._task = self._progress.add_task(text, total=total, in_bytes=False)
         if text != self._phase and not self._console.is_terminal:
             self._console.print(f"{text} ...", markup=False)
         self._phase = text
-        self._progress.update(self._task, description=text.replace("[", "\\["), completed=done, total=total)
+        self._progress.update(
+            self._task, description=text.replace("[", "\\["), completed=done, total=total, in_bytes=in_bytes
+        )
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False)

@@ -81,6 +81,10 @@ class JobFollower:
             log.warning("train job %s: %s", self._id, data.get("message", data))
         elif event.kind == "progress" and isinstance(data.get("of"), int):
             bar.update(done=data.get("micro_batch"), total=data["of"], text="micro-batches")
+        elif event.kind == "progress" and isinstance(data.get("of_bytes"), int):
+            mib = [data.get(name, 0) / 2**20 for name in ("stored_bytes", "of_bytes")]
+            rate = mib[0] / max(data.get("seconds", 0.0), 1e-3)
+            bar.update(done=round(mib[0]), total=round(mib[1]), text=f"MiB into the store, {rate:.1f} MiB/s")
         elif event.kind == "state":
             bar.update(text=str(data.get("state", "")))
 

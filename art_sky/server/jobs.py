@@ -31,6 +31,7 @@ from art_sky.schemas import (
 from art_sky.server.activity import Activity
 from art_sky.server.models import Registry, ServedModel, step_files, versions
 from art_sky.store.model_store import FINAL_OUTCOMES, Outcome
+from art_sky.store.progress import Progress
 
 log = logging.getLogger("art_sky.server")
 
@@ -243,7 +244,7 @@ class Jobs:
             if job.cancel.is_set():
                 raise Cancelled("the job was cancelled; nothing was committed")
             job.move("committing")
-            await asyncio.to_thread(self._commit, job, trained, work / "out")
+            await asyncio.to_thread(self._commit, job, trained, work / "out", self._stored_of(job))
             outcome = "committed"
             await self._committed(job, attempt, began)
         except Cancelled as e:
@@ -317,7 +318,22 @@ class Jobs:
                 self._activity.touch()
                 job.emit("progress", event)
 
-    def _commit(self, job: LiveJob, trained: TrainOutcome, out: Path) -> None:
+    def _stored_of(self, job: LiveJob) -> Progress:
+        """Tells who follows the job, and who watches for idle time, how far its files are: some twenty times."""
+        loop, began, told = asyncio.get_running_loop(), time.monotonic(), -1
+
+        def tell(done: int, total: int) -> None:
+            nonlocal told
+            if (twentieth := done * 20 // max(total, 1)) == told:
+                return
+            told = twentieth
+            data = {"stored_bytes": done, "of_bytes": total, "seconds": time.monotonic() - began}
+            loop.call_soon_threadsafe(job.emit, "progress", data)
+            loop.call_soon_threadsafe(self._activity.touch)
+
+        return tell
+
+    def _commit(self, job: LiveJob, trained: TrainOutcome, out: Path, progress: Progress) -> None:
         model, record = job.model, job.record
         files: dict[str, Path | FileRef] = {**(step_files(out) if trained.updates else model.head_manifest.files)}
         model.writer.commit(
@@ -330,6 +346,7 @@ class Jobs:
             config=record.config,
             metrics=trained.metrics,
             versions=versions(),
+            progress=progress,
         )
 
     async def _committed(self, job: LiveJob, attempt: AttemptRecord | None, began: float) -> None:

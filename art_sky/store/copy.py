@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from art_sky.schemas import AttemptRecord, FileRef, Head, HistoryRow, Record
 from art_sky.store.history import STATE
 from art_sky.store.model_store import ModelStore
 from art_sky.store.os_errors import reported
+from art_sky.store.progress import Meter, Moved, Progress
 from art_sky.store.reachable import find_reachable
 
 THREADS = 8
@@ -32,7 +32,6 @@ READ_TRIES = 3  # of a blob whose bytes came wrong: the network may have changed
 
 RECORDS = ("requests/", "history/", "trajectories/", "deleted/", "refs/", STATE)
 
-Progress = Callable[[int, int], None]  # bytes of blobs copied, of all; called from any thread, one at a time
 T = TypeVar("T")
 
 
@@ -94,7 +93,7 @@ def copy_model(
         needed = find_reachable(source, also_deleted=destination.names("deleted/"))
         kept = find_reachable(destination).blobs.keys()  # nobody may delete them; any other may be about to go
         blobs = [blob.ref for sha256, blob in needed.blobs.items() if sha256 not in kept]
-        meter = _Meter(sum(ref.size for ref in blobs), progress)
+        meter = Meter(sum(ref.size for ref in blobs), progress, passes=2)
         copy_all(blobs, lambda ref: copy_blob(source, destination, ref, meter.add))
         copy_all((n for n in changed if not n.startswith("refs/")), lambda n: _copy_record(source, destination, n))
         stored = {destination.key(name) for name in destination.names("manifests/")}
@@ -113,47 +112,45 @@ def copy_model(
     )
 
 
-def copy_blob(
-    source: ModelStore, destination: ModelStore, ref: FileRef, moved: Callable[[int], None] = lambda _: None
-) -> FileRef:
-    """Copies a blob into the destination's own, once its bytes are known to be right; `moved` is told how many.
+def copy_blob(source: ModelStore, destination: ModelStore, ref: FileRef, moved: Moved = lambda _: None) -> FileRef:
+    """Copies a blob into the destination's own, once its bytes are known to be right.
+
+    `moved` hears of each byte twice, when it is read and when it is written.
 
     Raises ObjectNotFound, CorruptObject.
     """
     for left in reversed(range(READ_TRIES)):
         try:
-            _copy_verified(source, destination, ref)
+            _copy_verified(source, destination, ref, moved)
             break
         except CorruptObject:
             if not left:
                 raise
-    moved(ref.size)
     return FileRef(sha256=ref.sha256, size=ref.size)
 
 
-def _copy_verified(source: ModelStore, destination: ModelStore, ref: FileRef) -> None:
+def _copy_verified(source: ModelStore, destination: ModelStore, ref: FileRef, moved: Moved) -> None:
     key = destination.new_blob_key(ref.sha256)
+    blocks = _counted(source.blob_blocks(ref), moved)
     if ref.size <= IN_MEMORY_BYTES:
-        destination.store.put(key, source.read_blob(ref))
+        destination.store.put(key, b"".join(blocks), moved)
         return
     with reported("copy a blob", Path(tempfile.gettempdir())), tempfile.NamedTemporaryFile(prefix="art-sky-") as file:
-        file.writelines(source.blob_blocks(ref))
+        file.writelines(blocks)
         file.flush()
-        destination.store.put(key, Path(file.name))
+        destination.store.put(key, Path(file.name), moved)
 
 
-class _Meter:
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total = total
-        self._done = 0
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            if self._progress is not None:
-                self._progress(self._done, self.total)
+def _counted(blocks: Iterator[bytes], moved: Moved) -> Iterator[bytes]:
+    count = 0
+    try:
+        for block in blocks:
+            moved(len(block))
+            count += len(block)
+            yield block
+    except CorruptObject:
+        moved(-count)  # they are read again
+        raise
 
 
 def _seen(destination: ModelStore, name: str) -> dict[str, str]:

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
-import shutil
 import stat
 import time
 import uuid
@@ -35,9 +35,11 @@ from typing import BinaryIO
 from art_sky.errors import CorruptObject, InvalidInput, LeaseLost, ObjectNotFound, PreconditionFailed, StoreError
 from art_sky.store.keys import check_key, check_prefix, is_key
 from art_sky.store.os_errors import reported
+from art_sky.store.progress import Moved
 from art_sky.store.protocol import ObjectInfo, StoredObject
 
 INTERNAL = ".store"
+_BLOCK = 1 << 20
 LOCK_SECONDS = 60.0  # for a lock that is held for microseconds: only a stopped process keeps it longer
 SWEEP_AGE_SECONDS = 60.0  # a younger temporary file may not be locked yet
 
@@ -80,8 +82,8 @@ class FolderStore:
             except (FileNotFoundError, NotADirectoryError):
                 raise self._absent(key) from None
 
-    def put(self, key: str, data: bytes | Path) -> str:
-        return self._write(key, data)
+    def put(self, key: str, data: bytes | Path, moved: Moved | None = None) -> str:
+        return self._write(key, data, moved=moved)
 
     def create(self, key: str, data: bytes) -> str:
         path = self._path(key)
@@ -137,11 +139,19 @@ class FolderStore:
             _unlock(fd)
             raise
 
-    def _write(self, key: str, source: bytes | Path, *, absent: bool = False, etag: str | None = None) -> str:
+    def _write(
+        self,
+        key: str,
+        source: bytes | Path,
+        *,
+        absent: bool = False,
+        etag: str | None = None,
+        moved: Moved | None = None,
+    ) -> str:
         path = self._path(key)
         with reported(f"write {key!r}", self.root):
             self._prepare(path.parent)
-            with self._temporary(source) as (fd, temporary):
+            with self._temporary(source, moved) as (fd, temporary):
                 with self._locked() as clock:
                     current = self._current(path, key)
                     if absent and current is not None:
@@ -173,17 +183,17 @@ class FolderStore:
         return _etag(found)
 
     @contextmanager
-    def _temporary(self, source: bytes | Path) -> Iterator[tuple[int, Path]]:
+    def _temporary(self, source: bytes | Path, moved: Moved | None) -> Iterator[tuple[int, Path]]:
         """A file with the bytes of `source` on the disk, gone at the end unless it was renamed."""
         path = self._internal / "tmp" / uuid.uuid4().hex
         with path.open("xb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if isinstance(source, Path):
-                    with source.open("rb") as original:
-                        shutil.copyfileobj(original, file, 1 << 20)
-                else:
-                    file.write(source)
+                with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as original:
+                    while block := original.read(_BLOCK):
+                        file.write(block)
+                        if moved is not None:
+                            moved(len(block))
                 file.flush()
                 _fsync(file.fileno())
                 yield file.fileno(), path

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from art_sky.errors import Conflict, CorruptObject, NotFound, ObjectNotFound, StoreError
 from art_sky.schemas import BlobRoot, FileRef, Manifest
-from art_sky.store.copy import Progress, copy_blob
+from art_sky.store.copy import copy_blob
 from art_sky.store.model_store import ModelStore, Step
+from art_sky.store.progress import Meter, Progress
 from art_sky.store.refs import FORK, add_ref, find_step
 
 
@@ -62,13 +63,12 @@ def fork_model(
         destination.create(record.model_copy(update={**place, "created": time.time(), "created_by": created_by}))
     with destination.open_writer(owner, wait_seconds) as writer:
         files: dict[str, Path | FileRef] = {}
-        total = sum(ref.size for ref in manifest.files.values())
-        done = 0
+        meter = Meter(sum(ref.size for ref in manifest.files.values()), progress, passes=2)
         for name, ref in manifest.files.items():
-            files[name] = _rooted(source, destination, ref) if why is None else copy_blob(source, destination, ref)
-            done += ref.size
-            if progress is not None and why is not None:
-                progress(done, total)
+            if why is None:
+                files[name] = _rooted(source, destination, ref)
+            else:
+                files[name] = copy_blob(source, destination, ref, meter.add)
         made = writer.commit(  # reads every byte and checks it
             step=0,
             request=f"fork-{uuid.uuid4().hex}",

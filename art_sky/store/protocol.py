@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from art_sky.store.progress import Moved
+
 
 @dataclass(frozen=True)
 class ObjectInfo:
@@ -53,8 +55,8 @@ class Store(Protocol):
 
     def info(self, key: str) -> ObjectInfo: ...
 
-    def put(self, key: str, data: bytes | Path) -> str:
-        """Writes whole or not at all, replacing what was there; returns the etag."""
+    def put(self, key: str, data: bytes | Path, moved: Moved | None = None) -> str:
+        """Writes whole or not at all, replacing what was there; returns the etag. `moved` hears of each byte once."""
         ...
 
     def create(self, key: str, data: bytes) -> str:

@@ -28,6 +28,7 @@ import botocore.exceptions
 
 from art_sky.errors import ObjectNotFound, PreconditionFailed, StoreError
 from art_sky.store.keys import check_key, check_prefix, is_key
+from art_sky.store.progress import Moved
 from art_sky.store.protocol import ObjectInfo, StoredObject
 from art_sky.store.s3_client import Client, Timing
 from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained, kind_of, status_of
@@ -82,13 +83,16 @@ class S3Store:
             raise self._absent(key)
         return found.info
 
-    def put(self, key: str, data: bytes | Path) -> str:
+    def put(self, key: str, data: bytes | Path, moved: Moved | None = None) -> str:
         name = self._name(key)
         with part_source(data) as (size, read):
             if size > UPLOAD_PART:
-                return upload_parts(self._client, name, size, read)
+                return upload_parts(self._client, name, size, read, moved)
             body, write = read(0, size), uuid.uuid4().hex
-        return self._client.retry("write", name, lambda: self._put(name, body, write))
+        etag = self._client.retry("write", name, lambda: self._put(name, body, write))
+        if moved is not None:
+            moved(size)
+        return etag
 
     def create(self, key: str, data: bytes) -> str:
         return self._write_if(key, data, None)

@@ -18,6 +18,7 @@ import botocore.exceptions
 
 from art_sky.errors import CorruptObject, ObjectNotFound, StoreError
 from art_sky.store.os_errors import reported
+from art_sky.store.progress import Moved
 from art_sky.store.s3_client import TRANSFERS, Client
 from art_sky.store.s3_errors import CALL_ERRORS, BrokenBody, code_of, explained, status_of
 
@@ -59,7 +60,9 @@ def part_source(data: bytes | Path) -> Iterator[tuple[int, Callable[[int, int], 
         yield size, read
 
 
-def upload_parts(client: Client, name: str, size: int, read: Callable[[int, int], bytes]) -> str:
+def upload_parts(
+    client: Client, name: str, size: int, read: Callable[[int, int], bytes], moved: Moved | None = None
+) -> str:
     """Replaces the object when all parts are there, else leaves nothing; returns the etag."""
     write = uuid.uuid4().hex
     place = {"Bucket": client.at.bucket, "Key": name}
@@ -72,7 +75,7 @@ def upload_parts(client: Client, name: str, size: int, read: Callable[[int, int]
 
     upload, checksums = client.retry("write", name, begin)
     try:
-        parts = _send_parts(client, name, upload, size, read, checksums)
+        parts = _send_parts(client, name, upload, size, read, checksums, moved)
         return _complete(client, name, upload, parts, write)
     except BaseException:
         _abort(client, name, upload)
@@ -80,7 +83,13 @@ def upload_parts(client: Client, name: str, size: int, read: Callable[[int, int]
 
 
 def _send_parts(
-    client: Client, name: str, upload: dict[str, Any], size: int, read: Callable[[int, int], bytes], checksums: bool
+    client: Client,
+    name: str,
+    upload: dict[str, Any],
+    size: int,
+    read: Callable[[int, int], bytes],
+    checksums: bool,
+    moved: Moved | None,
 ) -> list[dict[str, Any]]:
     length = max(UPLOAD_PART, -(-size // MAX_PARTS))
 
@@ -91,6 +100,8 @@ def _send_parts(
         reply = client.retry(
             "write", name, lambda: client.raw.upload_part(**upload, PartNumber=number, Body=data, **more)
         )
+        if moved is not None:
+            moved(len(data))
         return {"PartNumber": number, "ETag": reply["ETag"], **more}
 
     tasks = [client.pool.submit(send, n + 1) for n in range(-(-size // length))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,9 +9,9 @@ from typing import Literal
 from art_sky.errors import ArtSkyError, CorruptObject, ObjectNotFound
 from art_sky.schemas import AttemptRecord, FileRef, Head, HistoryRow, Manifest, ModelRecord, Record, TrainRequestRecord
 from art_sky.store.batches import decode_batch
-from art_sky.store.copy import Progress
 from art_sky.store.history import STATE
 from art_sky.store.model_store import ModelStore, Ref
+from art_sky.store.progress import Meter, Moved, Progress
 from art_sky.store.reachable import NeededBlob, Reachable, find_reachable
 
 THREADS = 8
@@ -55,17 +54,13 @@ def verify_model(model: ModelStore, threads: int = THREADS, progress: Progress |
         broken += [e for e in pool.map(lambda name: check_record(model, name), names) if e is not None]
         found = find_reachable(model, broken=broken)
         total = sum(blob.ref.size for blob in found.blobs.values())
-        lock = threading.Lock()
+        meter = Meter(total, progress)
 
         def check(blob: NeededBlob) -> tuple[NeededBlob, ArtSkyError | None]:
-            error = check_blob(model, blob.ref)
-            with lock:
-                report.bytes += blob.ref.size
-                if progress is not None:
-                    progress(report.bytes, total)
-            return blob, error
+            return blob, check_blob(model, blob.ref, meter.add)
 
         bad = [(blob, e) for blob, e in pool.map(check, found.blobs.values()) if e is not None]
+    report.bytes = total
     report.objects = len(names) + len(found.blobs)
     report.damages = [*_records(model, broken, found), *(_blob(model, blob, e, found, bad) for blob, e in bad)]
     return report
@@ -117,13 +112,18 @@ def is_immutable(name: str) -> bool:
     return name.startswith(("manifests/", "trajectories/")) or (name.startswith("requests/") and name.count(".") == 1)
 
 
-def check_blob(model: ModelStore, ref: FileRef) -> ArtSkyError | None:
-    """ObjectNotFound or CorruptObject, None when its bytes are right."""
+def check_blob(model: ModelStore, ref: FileRef, moved: Moved = lambda _: None) -> ArtSkyError | None:
+    """ObjectNotFound or CorruptObject, None when its bytes are right. `moved` hears of the bytes as they are read."""
     error: ArtSkyError | None = None
+    counted = 0
     for _ in range(READ_TRIES):
+        read = 0
         try:
-            for _block in model.blob_blocks(ref):
-                pass
+            for block in model.blob_blocks(ref):
+                read += len(block)
+                if read > counted:  # what is read once more counts once
+                    moved(read - counted)
+                    counted = read
             return None
         except ObjectNotFound as e:
             return e

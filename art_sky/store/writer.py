@@ -32,6 +32,7 @@ from art_sky.store.failpoints import failpoint
 from art_sky.store.files import file_ref
 from art_sky.store.history import finite_metrics
 from art_sky.store.model_store import NO_STEP, check_request, manifest_name
+from art_sky.store.progress import Meter, Progress
 from art_sky.store.records import to_json
 
 if TYPE_CHECKING:
@@ -81,10 +82,12 @@ class Writer:
         config: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
         versions: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
     ) -> Manifest:
         """Applies `request` as `step`, at most once: a request that is applied already gives its stored step.
 
         `files` maps a name to a local file, or to a blob that is in the store (a skipped step names its parent's).
+        `progress` hears of the bytes of local files as they are stored.
         Raises Conflict when `step` is not the one after HEAD, LeaseLost when another writer took over,
         CorruptObject for a FileRef without its blob. After any error but LeaseLost the same call may be made again.
         """
@@ -105,7 +108,7 @@ class Writer:
                 created=time.time(),
                 updates=updates,
                 reason=reason,
-                files=self._store_files(files),
+                files=self._store_files(files, progress),
                 batch=batch,
                 config=dict(config or {}),
                 metrics=finite_metrics(metrics or {}),
@@ -226,19 +229,19 @@ class Writer:
                     raise
         raise LeaseLost(f"HEAD of {self.model.prefix} is being written by another process; stop it, then start again")
 
-    def _store_files(self, files: Mapping[str, Path | FileRef]) -> dict[str, FileRef]:
+    def _store_files(self, files: Mapping[str, Path | FileRef], progress: Progress | None) -> dict[str, FileRef]:
         head_files = self.model.manifest(self._head.manifest).files if self._head.manifest else {}
         kept = {ref.sha256: ref for ref in head_files.values()}  # reachable from HEAD: nobody may delete them
-        stored = {}
-        for name, source in sorted(files.items()):
-            ref = file_ref(source) if isinstance(source, Path) else source
-            if ref.sha256 in kept:
-                ref = kept[ref.sha256]
-            elif isinstance(source, Path):
-                self.model.store.put(self.model.new_blob_key(ref.sha256), source)
+        refs = {n: file_ref(s) if isinstance(s, Path) else s for n, s in sorted(files.items())}
+        stored = {name: kept.get(ref.sha256, ref) for name, ref in refs.items()}
+        new = {name: ref for name, ref in refs.items() if ref.sha256 not in kept}
+        meter = Meter(sum(ref.size for name, ref in new.items() if isinstance(files[name], Path)), progress)
+        for name, ref in new.items():
+            source = files[name]
+            if isinstance(source, Path):
+                self.model.store.put(self.model.new_blob_key(ref.sha256), source, meter.add)
             else:
                 self._verify(name, ref)
-            stored[name] = ref
         return stored
 
     def _verify(self, name: str, ref: FileRef) -> None:

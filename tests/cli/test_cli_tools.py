@@ -48,6 +48,19 @@ def test_push_and_pull(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--to" in capsys.readouterr().err
 
 
+def test_bytes_and_rate_on_a_terminal_and_nothing_on_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("push", "agent", "--to", "one") == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run("push", "agent", "--to", "two", "--json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["step"] == 3
+    assert "push proj/agent" in said.err and "bytes" in said.err
+
+
 def test_pull_into_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ModelStore(open_store(str(tmp_path / ".art-sky")), "proj", "agent")
     for split, step in (("train", 1), ("train", 2), ("val", 2)):

@@ -312,11 +312,15 @@ async def test_wrong_names_and_options_are_refused_here(server: FakeServer, mode
     assert blobs == []
 
 
-async def test_progress_is_drawn_on_a_terminal(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+async def test_progress_is_drawn_on_a_terminal(
+    model: Model, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
+    server.events = [{"stored_bytes": 3 << 20, "of_bytes": 12 << 20, "seconds": 2.0}]
     await model.train(groups(choice()))
-    assert "train agent" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "train agent" in said and "3/12" in said and "MiB into the store, 1.5 MiB/s" in said
 
 
 async def test_a_model_that_is_not_registered_says_so() -> None:

@@ -48,6 +48,8 @@ async def test_events_are_read_again_from_any_offset(server: Harness) -> None:
     events = await server.events("r1")
     assert [e["offset"] for e in events] == list(range(len(events)))
     states = [e["data"]["state"] for e in events if e["kind"] == "state"]
+    stored = [e["data"] for e in events if "stored_bytes" in e["data"]]
+    assert stored and stored[-1]["stored_bytes"] == stored[-1]["of_bytes"] > 0
     assert states == ["queued", "running", "committing", "committed"]
     assert [e["data"]["micro_batch"] for e in events if "micro_batch" in e["data"]] == [1, 2]
     assert events[-1]["data"]["result"]["step"] == 1

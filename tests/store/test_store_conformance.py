@@ -90,6 +90,16 @@ def test_reads_back_what_was_written(store: Store, tmp_path: Path) -> None:
     assert store.put("empty", b"") and store.get("empty").data == b""
 
 
+def test_a_put_tells_how_many_bytes_it_moved(store: Store, tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(bytes((17 << 20) + 1))
+    for data, size in ((b"", 0), (b"one", 3), (big, (17 << 20) + 1)):
+        moved: list[int] = []
+        store.put("a", data, moved.append)
+        assert sum(moved) == size
+    assert len(moved) > 1, "a large one tells several times"
+
+
 def test_absence_is_object_not_found(store: Store) -> None:
     for call in (store.get, store.open, store.info):
         for key in ("nothing", "no/thing"):

@@ -31,6 +31,7 @@ from art_sky.errors import (
 from art_sky.schemas import Manifest, TrainRequestRecord
 from art_sky.store import writer
 from art_sky.store.model_store import ModelStore
+from art_sky.store.progress import Moved
 from art_sky.store.protocol import ObjectInfo, StoredObject
 from art_sky.store.retention import delete_checkpoints
 from art_sky.store.writer import Writer
@@ -71,7 +72,7 @@ class FragileStore:
         found = self.get(key)
         return ObjectInfo(key, len(found.data), found.etag, 0.0)
 
-    def put(self, key: str, data: bytes | Path) -> str:
+    def put(self, key: str, data: bytes | Path, moved: Moved | None = None) -> str:
         assert isinstance(data, bytes)
         return self._write(key, data)
 

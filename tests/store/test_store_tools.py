@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from art_sky.store.export import export_adapter
 from art_sky.store.fork import fork_model
 from art_sky.store.gc import collect, find_garbage
 from art_sky.store.model_store import ModelStore, Ref
+from art_sky.store.reachable import find_reachable
 from art_sky.store.refs import add_ref, delete_ref, find_step
 from art_sky.store.repair import Repair, make_repairs, plan_repairs
 from art_sky.store.retention import delete_checkpoints
@@ -208,6 +210,41 @@ def test_copy_brings_everything_and_the_next_one_nothing(tmp_path: Path, monkeyp
         monkeypatch.setattr(source.store, name, counted(getattr(source.store, name), f"source {name}", calls))
     assert copy_model(source, other, "test").unchanged
     assert calls == ["get"], "the record of the last copy; and the source is listed"
+
+
+def test_progress_moves_within_a_blob_and_ends_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = 9 << 20
+    told: list[tuple[int, int]] = []
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+
+    def check(total: int) -> None:
+        assert told[-1] == (total, total) and {t for _, t in told} == {total}
+        assert any(0 < done < total - (1 << 20) for done, _ in told)
+        told.clear()
+
+    source = make(tmp_path / "s", steps=0)
+    path = tmp_path / "large"
+    path.write_bytes(random.Random(0).randbytes(large))
+    files = {"adapter/adapter_model.safetensors": path, **source.manifest_at(0).files}
+    with source.open_writer("test") as writer:
+        writer.commit(step=1, request="r1", files={**files, "large": path}, updates=1, progress=tell)
+    check(large)
+    verify_model(source, progress=tell)
+    check(sum(b.ref.size for b in find_reachable(source).blobs.values()))
+    real, broken = ModelStore.blob_blocks, [True]
+
+    def once_broken(model: ModelStore, ref: FileRef) -> Iterator[bytes]:
+        for block in real(model, ref):
+            yield block
+            if ref.size == large and broken and broken.pop():
+                raise CorruptObject("changed on its way")
+
+    monkeypatch.setattr(ModelStore, "blob_blocks", once_broken)
+    copied = copy_model(source, ModelStore(open_store(str(tmp_path / "d")), "p", "m"), "test", progress=tell)
+    check(copied.bytes)
+    assert not broken
 
 
 def counted(call: Callable[..., object], name: str, calls: list[str]) -> Callable[..., object]:
