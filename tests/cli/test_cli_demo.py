@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from cli_store import make_model
+from rich.console import Console
 
 from art_sky import demo
 from art_sky.cli import demo as cli_demo
@@ -94,3 +96,15 @@ def test_prompts_and_rewards() -> None:
     assert not set(demo.VALIDATION_PROMPTS) & set(demo.TRAINING_PROMPTS)
     assert [demo.score(t) for t in ("maybe", " Yes. ", "NO!", "maybe not", "", None)] == [1.0, 0.75, 0.5, 0, 0, 0]
     assert demo._seed(0, "train", 1, 2, 3) == demo._seed(0, "train", 1, 2, 3) != demo._seed(1, "train", 1, 2, 3)
+
+
+def test_a_download_shows_bytes_and_steps_do_not() -> None:
+    out = io.StringIO()
+    report = cli_demo._Report(Console(file=out, force_terminal=True, width=120))
+    with report:
+        report.phase("download the model", 5 << 20, 90 << 20, in_bytes=True)
+    assert "5.0 MiB of 90.0 MiB" in out.getvalue()
+    out.truncate(0)
+    with report:
+        report.phase("step 1 of 20", 0, 20)
+    assert " of 20" in out.getvalue() and " B" not in out.getvalue()
