@@ -183,7 +183,7 @@ class FolderStore:
         return _etag(found)
 
     @contextmanager
-    def _temporary(self, source: bytes | Path, moved: Moved | None) -> Iterator[tuple[int, Path]]:
+    def _temporary(self, source: bytes | Path, moved: Moved | None = None) -> Iterator[tuple[int, Path]]:
         """A file with the bytes of `source` on the disk, gone at the end unless it was renamed."""
         path = self._internal / "tmp" / uuid.uuid4().hex
         with path.open("xb") as file:
