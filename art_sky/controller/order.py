@@ -27,7 +27,7 @@ def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: P
         limits=limits,
         wheel=wheel.name,
         version=__version__,
-        packages=[],
+        packages=["art-sky[local,s3]"],  # the wheel's own extras; an image that has them installs nothing
         server=request.server,
         billed_from_unix=node.billed_from,
     )

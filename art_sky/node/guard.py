@@ -29,7 +29,7 @@ SILENT_SECONDS = 300.0  # a watchdog whose heartbeat is older is dead
 NO_WATCHDOG_SECONDS = 600.0  # from arming, or from a boot, until the first heartbeat
 TEARDOWN_SECONDS = 600.0  # for SkyPilot's own teardown after the watchdog has ended
 PROVISION_SECONDS = 1800.0  # the longest between the launch and the first boot
-AGE_MARGIN_SECONDS = 900.0  # over max_hours and the flush: the watchdog's own end comes first
+AGE_MARGIN_SECONDS = 780.0  # over max_hours and the flush: the watchdog's own end, and SkyPilot's, come first
 
 LIBRARY = "usr/local/lib/art-sky/guard.py"
 STATE = "var/lib/art-sky/guard.json"

@@ -1,8 +1,8 @@
 """`python3 -m art_sky.node.install FOLDER`: a Python for the server, in `FOLDER/python.json`.
 
-An image that has everything is used as it is: its environment is /opt/art-sky/venv, and the wheel is unpacked beside
-it. Else a virtual environment is made in the folder, by uv where SkyPilot put one, and wheel and packages go into it.
-What an earlier run finished is not done again. Runs as a child of the watchdog, which sets its deadline.
+An image that has everything is used as it is, in /opt/art-sky/venv or in the Python that a job finds first, and the
+wheel is unpacked into the folder. Else a virtual environment is made there, by uv where SkyPilot put one, and wheel
+and packages go into it. What an earlier run finished is not done again. Runs as a child of the watchdog, which sets its deadline.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from art_sky.node import records
 
-IMAGE = Path("/opt/art-sky/venv/bin/python")
+IMAGES = (Path("/opt/art-sky/venv/bin/python"), Path(sys.executable))
 OLDEST = (3, 11)  # requires-python of the wheel
 
 
@@ -36,7 +37,9 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     try:
         config = records.read(folder / "node.json", records.NodeConfig)
-        python = install(folder, config, IMAGE)
+        python = install(folder, config, IMAGES)
+        path = {} if python.path is None else {"PYTHONPATH": python.path}
+        _run([python.executable, "-c", "import art_sky.server.main"], path)
     except (OSError, ValueError, zipfile.BadZipFile, subprocess.SubprocessError) as e:
         print(f"art-sky: the installation failed: {e}; see the lines above, then launch again", flush=True)
         return 1
@@ -44,12 +47,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def install(folder: Path, config: records.NodeConfig, image: Path) -> Python:
-    """Raises OSError, ValueError or SubprocessError, each with what failed."""
+def install(folder: Path, config: records.NodeConfig, images: Sequence[Path]) -> Python:
+    """The first of `images` that needs nothing more, else a new environment.
+
+    Raises OSError, ValueError or SubprocessError, each with what failed.
+    """
     wheel = folder / config.wheel
-    if has_all(image, wheel, config.packages):
-        print(f"art-sky: the image has all packages ({image})", flush=True)
-        return Python(str(image), str(_unpack(wheel, folder / "site")))
+    for image in images:
+        if has_all(image, wheel, config.packages):
+            print(f"art-sky: the image has all packages ({image})", flush=True)
+            return Python(str(image), str(_unpack(wheel, folder / "site")))
     venv = folder / "venv"
     executable = venv / "bin" / "python"
     wanted = {"wheel": _hash(wheel), "packages": config.packages}
@@ -89,7 +96,7 @@ def has_all(python: Path, wheel: Path, packages: Sequence[str]) -> bool:
     )
     if found.returncode != 0:
         missing = found.stderr.strip().splitlines()[-1:] or ["pip failed"]
-        print(f"art-sky: the image lacks something: {missing[0][:300]}", flush=True)
+        print(f"art-sky: {python} lacks something: {missing[0][:300]}", flush=True)
         return False
     return True
 
@@ -123,9 +130,9 @@ def _version(python: str) -> tuple[int, ...]:
     return tuple(map(int, found.stdout.split())) if found.returncode == 0 else (0, 0)
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
     print(f"art-sky: {' '.join(command)}", flush=True)
-    subprocess.run(list(command), stdin=subprocess.DEVNULL, check=True, env=_environment())
+    subprocess.run(list(command), stdin=subprocess.DEVNULL, check=True, env={**_environment(), **environment})
 
 
 def _environment() -> dict[str, str]:

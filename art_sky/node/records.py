@@ -73,7 +73,7 @@ class NodeConfig:
     limits: NodeLimits
     wheel: str  # file name beside node.json
     version: str
-    packages: list[str]  # what the engine and trainer need, as pip takes it; empty: the image has all
+    packages: list[str]  # beside the wheel, as pip takes it: what server, engine and trainer need
     server: dict[str, Any]  # the ServerConfig, without state_dir and idle_minutes
     billed_from_unix: float  # when the launch was asked for: the earliest moment that may be billed
     format: int = FORMAT

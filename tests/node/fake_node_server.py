@@ -78,6 +78,8 @@ def serve(state: Path, factor: float) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "-c":
+        sys.exit()  # the installation looks whether the server can be imported
     if sys.argv[2] == "art_sky.node.ledger":
         ledger()
     else:

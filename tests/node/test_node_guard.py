@@ -53,8 +53,8 @@ def beat(at: float, boot: str = "boot", **fields: object) -> Heartbeat:
         ({}, 1600, beat(9999), "no watchdog came up"),
         # heartbeats of an earlier boot are none either, however young they look
         ({"silent": 590.0}, 1060, beat(1055, "earlier"), "no watchdog came up"),
-        ({"age": MAX_AGE + FLUSH + 839.0}, 1060, beat(1055), None),
-        ({"age": MAX_AGE + FLUSH + 840.0}, 1060, beat(1055), "older than its limits"),
+        ({"age": MAX_AGE + FLUSH + 719.0}, 1060, beat(1055), None),
+        ({"age": MAX_AGE + FLUSH + 720.0}, 1060, beat(1055), "older than its limits"),
         # the end: SkyPilot has 10 minutes, unless there is none
         ({}, 1400, beat(1056, ended=True, ending_boottime=1050.0), None),
         ({}, 1656, beat(1056, ended=True, ending_boottime=1050.0), "was not torn down"),

@@ -134,7 +134,7 @@ def wheel(folder: Path, requires: str = "") -> Path:
 def test_an_image_that_has_everything_is_used_as_it_is(node: Node) -> None:
     file = wheel(node.folder, "pydantic>=2")
     config = dataclasses.replace(node.config, wheel=file.name, packages=["httpx"])
-    found = install.install(node.folder, config, Path(sys.executable))
+    found = install.install(node.folder, config, [Path("/nowhere"), Path(sys.executable)])
     assert found == install.Python(sys.executable, str(node.folder / "site"))
     code = "import tiny_node_wheel; print(tiny_node_wheel.__file__)"
     done = subprocess.run(
@@ -155,7 +155,7 @@ def test_a_virtual_environment_is_made_once(
 ) -> None:
     file = wheel(node.folder)
     config = dataclasses.replace(node.config, wheel=file.name)
-    nothing = Path("/nowhere/python")
+    nothing = [Path("/nowhere/python")]
     found = install.install(node.folder, config, nothing)
     code = "import tiny_node_wheel; print(tiny_node_wheel.__file__)"
     done = subprocess.run([found.executable, "-c", code], capture_output=True, text=True)
