@@ -2,7 +2,8 @@
 
 An image that has everything is used as it is, in /opt/art-sky/venv or in the Python that a job finds first, and the
 wheel is unpacked into the folder. Else a virtual environment is made there, by uv where SkyPilot put one, and wheel
-and packages go into it. What an earlier run finished is not done again. Runs as a child of the watchdog, which sets its deadline.
+and packages go into it. What an earlier run finished is not done again. Runs as a child of the watchdog, which sets
+its deadline.
 """
 
 from __future__ import annotations
