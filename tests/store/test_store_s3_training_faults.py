@@ -27,16 +27,14 @@ from art_sky.schemas import InitTask, TrainOutcome, TrainTask
 from art_sky.server.app import create_app
 from art_sky.server.parts import Parts
 from art_sky.server.server import Server
-from art_sky.store import open_store, writer
-from art_sky.store import s3 as s3_module
+from art_sky.store import open_store, s3_lease, writer
 from art_sky.store.batches import encode_batch
 from art_sky.store.model_store import ModelStore
 from art_sky.store.protocol import Store
 from art_sky.store.verify import verify_model
 from art_sky.training.worker import Worker
 
-STEPS = 200
-SKIPPED = range(25, STEPS, 50)  # steps whose groups teach nothing
+SKIPPED = range(3, 200, 50)  # steps whose groups teach nothing
 TRIES = 100
 API = "/api/v1/models/p/agent"
 CONFIG = TrainConfig(learning_rate=1e-3).model_dump()
@@ -178,29 +176,43 @@ async def run_through(open_it: Callable[[], Store], base: Path, root: Path, batc
     return run
 
 
+async def compare(
+    steps: int, seed: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Stub, Run]:
+    monkeypatch.setattr(s3_lease, "SystemClock", HastyClock)
+    monkeypatch.setattr(writer, "SETTLE_SECONDS", 0.0)
+    batches = [
+        make_groups(base, groups=1, size=3, tokens=3, seed=step, reward=_reward(step)) for step in range(1, steps + 1)
+    ]
+    with serving(Stub(seed=seed)) as stub:
+        stub.rates = dict.fromkeys(FAULTS, 0.05)
+        faulty = await run_through(lambda: open_stub(stub, IMPATIENT), base, tmp_path / "faulty", batches)
+        stub.settle()
+        told = history(open_stub(stub))
+    await run_through(lambda: open_store(str(tmp_path / "s")), base, tmp_path / "good", batches)
+    expected = history(open_store(str(tmp_path / "s")))
+    assert len(expected) == 1 + 3 * steps
+    assert told == expected
+    return stub, faulty
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("quick_threads")
 async def test_two_hundred_train_steps_through_every_fault(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "SystemClock", HastyClock)
-    monkeypatch.setattr(writer, "SETTLE_SECONDS", 0.0)
-    batches = [
-        make_groups(tiny_model, groups=1, size=3, tokens=3, seed=step, reward=_reward(step))
-        for step in range(1, STEPS + 1)
-    ]
-    with serving(Stub(seed=2)) as stub:
-        stub.rates = dict.fromkeys(FAULTS, 0.05)
-        faulty = await run_through(lambda: open_stub(stub, IMPATIENT), tiny_model, tmp_path / "faulty", batches)
-        stub.settle()
-        told = history(open_stub(stub))
-    await run_through(lambda: open_store(str(tmp_path / "s")), tiny_model, tmp_path / "good", batches)
-    expected = history(open_store(str(tmp_path / "s")))
-    assert len(expected) == STEPS + 1 + 2 * STEPS
-    assert told == expected
+    stub, faulty = await compare(200, 2, tiny_model, tmp_path, monkeypatch)
     assert set(stub.injected) == set(FAULTS) and min(stub.injected.values()) > 50, stub.injected
     assert faulty.servers > 3 and faulty.errors > 10, (faulty.servers, faulty.errors)
+
+
+@pytest.mark.usefixtures("quick_threads")
+async def test_a_few_train_steps_through_faults(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub, _ = await compare(5, 1, tiny_model, tmp_path, monkeypatch)
+    assert stub.injected.total() > 20
 
 
 def _reward(step: int) -> Callable[[list[int]], float]:
