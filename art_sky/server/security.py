@@ -22,6 +22,7 @@ log = logging.getLogger("art_sky.server")
 _LOOPBACK = re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?")
 _ROLLOUT = re.compile(r"/rollouts/([^/]+)/v1(?:/.*)?")
 _FREE = {"/health"}
+_POLLED = {"/health", "/api/v1/status"}  # every few seconds, by watchdog and controller
 
 
 def load_token(file: Path) -> str:
@@ -72,7 +73,8 @@ class Guard:
         finally:
             path = scope["path"].encode("ascii", "backslashreplace").decode()[:300]
             seconds = time.monotonic() - began
-            log.info("%s %s -> %d in %.3f s", scope["method"], path, status, seconds)
+            level = logging.DEBUG if path in _POLLED and status == 200 else logging.INFO
+            log.log(level, "%s %s -> %d in %.3f s", scope["method"], path, status, seconds)
 
     def _check(self, path: str, headers: Headers) -> None:
         origin = headers.get("origin")

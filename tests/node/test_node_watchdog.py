@@ -116,9 +116,9 @@ def test_a_node_without_its_controller_finishes_its_jobs_and_ends(make: Callable
 
 
 def test_beats_keep_a_node_that_waits_for_its_controller(make: Callable[..., Node]) -> None:
-    node = make(limits={"orphan_minutes": 0.5}).send_secrets().start()
+    node = make(factor=50.0, limits={"orphan_minutes": 1}).send_secrets().start()
     node.serving()
-    for _ in range(8):
+    for _ in range(20):
         (node.folder / "beat").touch()
         time.sleep(0.1)
     assert node.seen().phase == "serving"
@@ -142,7 +142,7 @@ def test_a_hung_server_is_replaced_and_idleness_goes_on(make: Callable[..., Node
     assert not alive(pid)
     assert node.serving() != pid
     state = node.until(lambda s: s.idle_seconds > idle + HUNG_SECONDS)
-    assert state.server_starts == 2 and state.server_url is not None
+    assert state.server_starts >= 2 and state.server_url is not None
 
 
 @pytest.mark.parametrize("served", [True, False])
