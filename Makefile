@@ -8,9 +8,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+WITH_VLLM := ART_SKY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 ARGS ?=
 
-.PHONY: demo test test-slow vllm lint bench clean help
+.PHONY: demo test test-slow test-vllm vllm lint bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -24,6 +25,9 @@ test: $(VENV)/.dev  ## the default test suite; ARGS="-k store" passes options
 
 test-slow: $(VENV)/.dev  ## the suites that take minutes
 	$(BIN)/python -m pytest -m slow --timeout=1200 $(ARGS)
+
+test-vllm: $(VENV)/.dev $(VLLM)/.made  ## the suite that runs a real vLLM on this machine's CPU
+	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --timeout=900 $(ARGS)
 
 vllm: $(VLLM)/.made  ## an environment with vLLM's CPU build, for `--engine vllm`
 	@echo 'export ART_SKY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python'

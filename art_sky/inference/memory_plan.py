@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from art_sky.config import DEFAULT_KV_CACHE_MIB, EngineConfig, TrainConfig
 from art_sky.errors import InvalidConfig
+from art_sky.inference.adapter_files import read_header
 from art_sky.inference.gpus import Placement
 
 _MIB = 2**20
@@ -41,6 +40,7 @@ class ModelSize:
     heads: int
     kv_heads: int
     vocabulary: int
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)  # of all tensors, by name
 
     def shards(self, gpus: int) -> int:
         """Over how many of so many GPUs tensor parallelism can spread the model: whole heads each; at least 1."""
@@ -52,20 +52,20 @@ class ModelSize:
         try:
             config = json.loads((folder / "config.json").read_text())
             config = config.get("text_config") or config
-            shapes = [shape for file in sorted(folder.glob("*.safetensors")) for shape in _shapes(file)]
+            shapes = {n: t.shape for file in folder.glob("*.safetensors") for n, t in read_header(file).items()}
             heads = int(config["num_attention_heads"])
             hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
             head_dim = int(config.get("head_dim") or hidden // heads)
             kv_heads = int(config.get("num_key_value_heads") or heads)
             vocabulary = int(config["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as e:
+        except (OSError, ValueError, KeyError, TypeError) as e:
             raise InvalidConfig(
                 f"{folder} has no readable config.json and *.safetensors ({type(e).__name__}: {e}); save the model "
                 "again"
             ) from e
-        linear = [s for s in shapes if len(s) == 2 and vocabulary not in s]
+        linear = [s for s in shapes.values() if len(s) == 2 and vocabulary not in s]
         return cls(
-            parameters=sum(math.prod(s) for s in shapes),
+            parameters=sum(map(math.prod, shapes.values())),
             linear_sides=sum(map(sum, linear)),
             kv_per_token=2 * layers * kv_heads * head_dim,
             layers=layers,
@@ -73,6 +73,7 @@ class ModelSize:
             heads=heads,
             kv_heads=kv_heads,
             vocabulary=vocabulary,
+            shapes=shapes,
         )
 
 
@@ -196,11 +197,3 @@ def _trainer(size: ModelSize, config: EngineConfig, rank: int, kind: str) -> tup
 
 def _mib(size: int) -> int:
     return -(-size // _MIB)
-
-
-def _shapes(file: Path) -> list[list[int]]:
-    """From the header of a safetensors file: 8 bytes of length, then JSON by tensor name."""
-    with file.open("rb") as f:
-        (length,) = struct.unpack("<Q", f.read(8))
-        header: dict[str, Any] = json.loads(f.read(length))
-    return [list(map(int, t["shape"])) for name, t in header.items() if name != "__metadata__"]

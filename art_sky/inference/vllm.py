@@ -20,6 +20,7 @@ from pathlib import Path
 
 from art_sky.config import EngineConfig
 from art_sky.errors import ArtSkyError, Busy, ChildDied, InvalidConfig, InvalidInput, PromptTooLong
+from art_sky.inference.adapter_files import check_adapter
 from art_sky.inference.gpus import Placement, visible
 from art_sky.inference.memory_plan import ModelSize, free_memory, make_plan
 from art_sky.inference.protocol import EngineStatus, GenerateEnd, GenerateRequest, TokenDelta
@@ -204,7 +205,7 @@ class VllmEngine:
     @contextlib.asynccontextmanager
     async def _use(self, adapter: AdapterRef) -> AsyncIterator[VllmClient]:
         """The client of a vLLM that has the adapter, and keeps it until the context ends."""
-        if self._process is None:
+        if self._process is None or self._size is None:
             raise Busy("the engine was not started; register the model, then call again")
         self._users[adapter.name] += 1  # from here on it is not unloaded
         try:
@@ -214,6 +215,7 @@ class VllmEngine:
                 async with self._loading:
                     client = await self._process.ready()
                     if self._awake.is_set() and not self._is_loaded(adapter.name):
+                        await asyncio.to_thread(check_adapter, adapter, self._size.shapes, _max_rank(self._config))
                         await client.load(adapter)
                         self._loaded[adapter.name] = None
                         await self._retire(client)

