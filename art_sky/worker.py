@@ -58,7 +58,7 @@ class Channel:
     """Reads in a thread of its own, so that pings and cancels are answered while the main thread computes.
 
     `calls` is the queue of requests for the main thread; None in it means that the parent is gone or wants the
-    child to end.
+    child to end. Methods in `aside` have a queue, and so a thread, of their own.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -67,6 +67,7 @@ class Channel:
         self._open: dict[int, Call] = {}
         self._open_lock = threading.Lock()
         self.calls: queue.Queue[Call | None] = queue.Queue()
+        self.aside: dict[str, queue.Queue[Call | None]] = {}
         self.beat = 0
         threading.Thread(target=self._read_forever, name="channel", daemon=True).start()
 
@@ -135,7 +136,7 @@ class Channel:
             call = Call(message["id"], message["method"], message["params"], self)
             with self._open_lock:
                 self._open[call.id] = call
-            self.calls.put(call)
+            self.aside.get(call.method, self.calls).put(call)
 
 
 def _cancelled() -> ArtSkyError:

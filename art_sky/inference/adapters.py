@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _MUST_BE_OFF = (
     "modules_to_save",
     "lora_bias",
 )
+
+_MOST_AHEAD = 2  # each takes as much memory as a resident adapter
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,24 @@ class Adapters:
         }
         self._resident: OrderedDict[str, Adapter] = OrderedDict()
         self._stacked: Stack = ((), [], [])
+        self._ahead: OrderedDict[str, Adapter] = OrderedDict()  # read by another thread, not resident yet
+        self._ahead_lock = threading.Lock()
 
     def names(self) -> list[str]:
-        return list(self._resident)
+        """Of the adapters that a request can have without reading files."""
+        with self._ahead_lock:
+            return list(dict.fromkeys([*self._resident, *self._ahead]))
+
+    def read_ahead(self, ref: AdapterRef) -> None:
+        """Reads and checks an adapter for `load`, on any thread. Raises InvalidInput as `load` does."""
+        with self._ahead_lock:
+            if ref.name in self._resident or ref.name in self._ahead:
+                return
+        adapter = Adapter(ref.name, self._read(ref))
+        with self._ahead_lock:
+            self._ahead[ref.name] = adapter
+            while len(self._ahead) > _MOST_AHEAD:
+                self._ahead.popitem(last=False)
 
     def load(self, ref: AdapterRef, in_use: set[str]) -> tuple[Adapter, list[str]]:
         """Makes an adapter resident; also returns the names that had to go.
@@ -80,7 +98,9 @@ class Adapters:
                 f"all {self._limit} places for adapters are taken by running requests, so {ref.name} has to wait; "
                 "call again, or raise max_adapters"
             )
-        adapter = Adapter(ref.name, self._read(ref))
+        with self._ahead_lock:
+            ahead = self._ahead.pop(ref.name, None)
+        adapter = ahead or Adapter(ref.name, self._read(ref))
         gone = idle[: max(0, surplus)]
         for name in gone:
             del self._resident[name]

@@ -75,7 +75,7 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
     async def prepare(self, adapter: AdapterRef) -> None:
-        """Makes an adapter resident. Needed by nobody: `generate` loads on demand."""
+        """Reads and checks an adapter, so that the first request need not. `generate` loads on demand."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta | GenerateEnd]:

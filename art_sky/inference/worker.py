@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,11 @@ class Worker:
         self._channel = channel
         self._scheduler = scheduler
         self._calls: dict[Sequence, Call] = {}
+        self._to_prepare = channel.aside["prepare"] = queue.Queue()
 
     def serve(self) -> None:
         """Until the parent goes."""
+        threading.Thread(target=self._prepare_forever, name="prepare", daemon=True).start()
         while self._take():
             self._channel.beat += 1
             for sequence, call in list(self._calls.items()):
@@ -85,13 +88,19 @@ class Worker:
             if call.cancelled.is_set():
                 raise Cancelled("the request was cancelled before it began; send it again if it is still wanted")
             self._calls[self._scheduler.add(GenerateRequest.model_validate(call.params))] = call
-        elif call.method == "prepare":
-            self._scheduler.load(AdapterRef.model_validate(call.params))
-            call.result({})
         elif call.method == "status":
             call.result(self._status())
         else:
             raise InvalidInput(f"the engine has no method {call.method!r}; use generate, prepare or status")
+
+    def _prepare_forever(self) -> None:
+        """Reads adapters beside the steps: none waits for the other."""
+        while (call := self._to_prepare.get()) is not None:
+            try:
+                self._scheduler.adapters.read_ahead(AdapterRef.model_validate(call.params))
+                call.result({})
+            except Exception as e:
+                call.error(e)
 
     def _status(self) -> Message:
         s, c = self._scheduler, self._scheduler.counters

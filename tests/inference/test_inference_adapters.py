@@ -80,3 +80,27 @@ def test_bad_adapters_are_refused(
     with pytest.raises(InvalidInput, match=message):
         scheduler.load(AdapterRef(name="p/bad@1", path=str(folder)))
     assert scheduler.adapters.names() == []
+
+
+def test_an_adapter_read_ahead_needs_its_files_no_more(
+    engine: MakeScheduler, adapters: list[AdapterRef], tmp_path: Path
+) -> None:
+    scheduler = engine(max_adapters=1)
+    copies = []
+    for ref in adapters[:4]:
+        copy = tmp_path / ref.name.rpartition("@")[2]
+        shutil.copytree(ref.path, copy)
+        copies.append(AdapterRef(name=ref.name, path=str(copy)))
+        scheduler.adapters.read_ahead(copies[-1])
+    kept = [c.name for c in copies[2:]]
+    assert scheduler.adapters.names() == kept  # memory is bounded: the last two
+    for copy in copies:
+        shutil.rmtree(copy.path)
+    p = prompt(20)
+    (ahead,) = run(scheduler, [GenerateRequest(prompt_ids=p, adapter=copies[2], max_tokens=5, seed=1)])
+    (read,) = run(engine(), [GenerateRequest(prompt_ids=p, adapter=adapters[2], max_tokens=5, seed=1)])
+    assert ahead.tokens == read.tokens
+    assert scheduler.adapters.names() == kept
+    scheduler.adapters.read_ahead(copies[2])  # it is resident
+    with pytest.raises(InvalidInput, match=r"adapter_config\.json"):
+        scheduler.adapters.read_ahead(copies[0])
