@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from art_sky import __version__
-from art_sky.config import home
+from art_sky.config import EngineConfig, home
 from art_sky.controller.plan import GUARD_MINUTES
 from art_sky.controller.provider import NodeOrder, Offer
 from art_sky.controller.rented import Node, RentedCluster
 from art_sky.controller.wheel import make_wheel
+from art_sky.inference.vllm_install import TESTED_VERSION
 from art_sky.node.records import NodeConfig, NodeLimits
 
 
 def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: Path | None = None) -> NodeOrder:
     """`limits` are what the cluster's earlier machines left; `wheels` is where our wheel is kept."""
     request, offer = cluster.request, Offer(**node.offer)
+    engine = request.server.get("engine", {})
     wheel = make_wheel(wheels if wheels is not None else home() / "controller" / "wheels")
     config = NodeConfig(
         cluster=cluster.id,
@@ -30,6 +32,7 @@ def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: P
         packages=["art-sky[local,s3]"],  # the wheel's own extras; an image that has them installs nothing
         server=request.server,
         billed_from_unix=node.billed_from,
+        vllm_packages=[f"vllm=={TESTED_VERSION}"] if EngineConfig(**engine).kind == "vllm" else [],
     )
     return NodeOrder(
         offer=offer,

@@ -23,22 +23,25 @@ from types import MappingProxyType
 from art_sky.node import records
 
 IMAGES = (Path("/opt/art-sky/venv/bin/python"), Path(sys.executable))
+VLLM_IMAGES = (Path("/opt/art-sky/vllm/bin/python"), Path(sys.executable))
 OLDEST = (3, 11)  # requires-python of the wheel
 
 
 @dataclasses.dataclass(frozen=True)
 class Python:
-    """`path` goes into PYTHONPATH where the wheel is not installed in the environment itself."""
+    """`path` goes into PYTHONPATH where the wheel is not installed in the environment itself; `vllm` is the
+    interpreter of vLLM's own environment, where one was ordered."""
 
     executable: str
     path: str | None = None
+    vllm: str | None = None
 
 
 def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     try:
         config = records.read(folder / "node.json", records.NodeConfig)
-        python = install(folder, config, IMAGES)
+        python = install(folder, config, IMAGES, VLLM_IMAGES)
         path = {} if python.path is None else {"PYTHONPATH": python.path}
         _run([python.executable, "-c", "import art_sky.server.main"], path)
     except (OSError, ValueError, zipfile.BadZipFile, subprocess.SubprocessError) as e:
@@ -48,40 +51,27 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def install(folder: Path, config: records.NodeConfig, images: Sequence[Path]) -> Python:
-    """The first of `images` that needs nothing more, else a new environment.
+def install(
+    folder: Path, config: records.NodeConfig, images: Sequence[Path], vllm_images: Sequence[Path] = ()
+) -> Python:
+    """The first of `images` that needs nothing more, else a new environment; the same for vLLM.
 
     Raises OSError, ValueError or SubprocessError, each with what failed.
     """
     wheel = folder / config.wheel
-    for image in images:
-        if has_all(image, wheel, config.packages):
-            print(f"art-sky: the image has all packages ({image})", flush=True)
-            return Python(str(image), str(_unpack(wheel, folder / "site")))
-    venv = folder / "venv"
-    executable = venv / "bin" / "python"
-    wanted = {"wheel": _hash(wheel), "packages": config.packages}
-    marker = venv / "installed.json"
-    if marker.exists() and json.loads(marker.read_text()) == wanted:
-        print("art-sky: all packages were installed before", flush=True)
-        return Python(str(executable))
-    tools = [tool for tool in (_with_uv(venv), _with_pip(venv)) if tool is not None]
-    if not tools:
-        raise ValueError(f"the image has neither uv nor a Python {'.'.join(map(str, OLDEST))} with venv")
-    for n, (make, pip) in enumerate(tools):
-        shutil.rmtree(venv, ignore_errors=True)
-        try:
-            _run(make)
-            _run([*pip, str(wheel), *config.packages])
-            break
-        except subprocess.CalledProcessError:
-            if n == len(tools) - 1:
-                raise
-    records.write_text(marker, json.dumps(wanted))
-    return Python(str(executable))
+    image = _first_with_all(images, [str(wheel), *config.packages])
+    if image is not None:
+        python, path = image, str(_unpack(wheel, folder / "site"))
+    else:
+        python, path = _environment_with(folder / "venv", [str(wheel), *config.packages], _hash(wheel)), None
+    vllm = None
+    if config.vllm_packages:
+        vllm = _first_with_all(vllm_images, config.vllm_packages)
+        vllm = vllm or _environment_with(folder / "vllm", config.vllm_packages, "")
+    return Python(str(python), path, None if vllm is None else str(vllm))
 
 
-def has_all(python: Path, wheel: Path, packages: Sequence[str]) -> bool:
+def has_all(python: Path, packages: Sequence[str]) -> bool:
     """Whether this Python needs nothing more, by pip's own resolver without an index. Packages pinned to a version
     must have it."""
     if not python.exists():
@@ -89,7 +79,7 @@ def has_all(python: Path, wheel: Path, packages: Sequence[str]) -> bool:
     command = [str(python), "-m", "pip", "install", "--dry-run", "--no-index"]
     environment = {name: value for name, value in _environment().items() if not name.startswith("PIP_")}
     found = subprocess.run(
-        [*command, "--quiet", str(wheel), *packages],
+        [*command, "--quiet", *packages],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -105,7 +95,37 @@ def has_all(python: Path, wheel: Path, packages: Sequence[str]) -> bool:
 def read_python(folder: Path) -> Python:
     """What the installation left. Raises OSError or ValueError."""
     found = json.loads((folder / "python.json").read_text())
-    return Python(found["executable"], found["path"])
+    return Python(**found)
+
+
+def _first_with_all(images: Sequence[Path], packages: Sequence[str]) -> Path | None:
+    image = next((image for image in images if has_all(image, packages)), None)
+    if image is not None:
+        print(f"art-sky: the image has all packages ({image})", flush=True)
+    return image
+
+
+def _environment_with(venv: Path, packages: Sequence[str], version: str) -> Path:
+    """The interpreter of an environment that holds `packages`; made anew unless an earlier run finished it."""
+    python, marker = venv / "bin" / "python", venv / "installed.json"
+    wanted = {"version": version, "packages": list(packages)}
+    if marker.exists() and json.loads(marker.read_text()) == wanted:
+        print(f"art-sky: all packages were installed before ({python})", flush=True)
+        return python
+    tools = [tool for tool in (_with_uv(venv), _with_pip(venv)) if tool is not None]
+    if not tools:
+        raise ValueError(f"the image has neither uv nor a Python {'.'.join(map(str, OLDEST))} with venv")
+    for n, (make, pip) in enumerate(tools):
+        shutil.rmtree(venv, ignore_errors=True)
+        try:
+            _run(make)
+            _run([*pip, *packages])
+            break
+        except subprocess.CalledProcessError:
+            if n == len(tools) - 1:
+                raise
+    records.write_text(marker, json.dumps(wanted))
+    return python
 
 
 def _with_uv(venv: Path) -> tuple[list[str], list[str]] | None:

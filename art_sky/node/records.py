@@ -76,6 +76,7 @@ class NodeConfig:
     packages: list[str]  # beside the wheel, as pip takes it: what server, engine and trainer need
     server: dict[str, Any]  # the ServerConfig, without state_dir and idle_minutes
     billed_from_unix: float  # when the launch was asked for: the earliest moment that may be billed
+    vllm_packages: list[str] = dataclasses.field(default_factory=list)  # for an environment of its own; empty: none
     format: int = FORMAT
 
 

@@ -261,9 +261,9 @@ class Watchdog:
     # --- the server ---
 
     def _start_server(self, now: float) -> None:
-        environment = credentials.environment(self._secrets, self._folder, os.environ)
-        if self._python.path is not None:
-            environment["PYTHONPATH"] = self._python.path
+        environment = self._environment()
+        if self._python.vllm is not None:
+            environment["ART_SKY_VLLM_PYTHON"] = self._python.vllm
         state = self._folder / "state"
         command = [self._python.executable, "-m", "art_sky.server", "--config", str(state / "server-config.json")]
         self._server_starts += 1
@@ -296,11 +296,14 @@ class Watchdog:
         if self._ledger_started and now - self._ledger_started < 60:
             return
         self._ledger_started = now
+        command = [self._python.executable, "-m", "art_sky.node.ledger", str(self._folder)]
+        self._ledger = self._spawn(command, self._environment(), stdin=subprocess.PIPE)
+
+    def _environment(self) -> dict[str, str]:
         environment = credentials.environment(self._secrets, self._folder, os.environ)
         if self._python.path is not None:
             environment["PYTHONPATH"] = self._python.path
-        command = [self._python.executable, "-m", "art_sky.node.ledger", str(self._folder)]
-        self._ledger = self._spawn(command, environment, stdin=subprocess.PIPE)
+        return environment
 
     # --- the end ---
 

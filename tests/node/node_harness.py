@@ -66,7 +66,7 @@ class Node:
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent / "fake_node_server.py"} "$@"\n')
         python.chmod(0o755)
         records.write(folder / "node.json", self.config)
-        records.write_text(folder / "python.json", json.dumps({"executable": str(python), "path": None}))
+        records.write_text(folder / "python.json", json.dumps({"executable": str(python), "path": None, "vllm": None}))
 
     def send_secrets(self, secrets: records.Secrets = SECRETS) -> Node:
         records.write(self.folder / "secrets.json", secrets, 0o600)

@@ -146,8 +146,8 @@ def test_an_image_that_has_everything_is_used_as_it_is(node: Node) -> None:
 @pytest.mark.parametrize(("requires", "packages"), [("no-such-package-here", []), ("", ["httpx==0.0.1"])])
 def test_an_image_that_lacks_something_is_not_used(node: Node, requires: str, packages: list[str]) -> None:
     file = wheel(node.folder, requires)
-    assert not install.has_all(Path(sys.executable), file, packages)
-    assert not install.has_all(Path("/nowhere/python"), file, [])
+    assert not install.has_all(Path(sys.executable), [str(file), *packages])
+    assert not install.has_all(Path("/nowhere/python"), [str(file)])
 
 
 def test_a_virtual_environment_is_made_once(
@@ -156,12 +156,14 @@ def test_a_virtual_environment_is_made_once(
     file = wheel(node.folder)
     config = dataclasses.replace(node.config, wheel=file.name)
     nothing = [Path("/nowhere/python")]
-    found = install.install(node.folder, config, nothing)
+    config = dataclasses.replace(config, vllm_packages=["httpx"])
+    found = install.install(node.folder, config, nothing, [Path(sys.executable)])
+    assert found.vllm == sys.executable  # its own environment, and its own image
     code = "import tiny_node_wheel; print(tiny_node_wheel.__file__)"
     done = subprocess.run([found.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith(str(node.folder / "venv")), done.stderr
     capfd.readouterr()
-    assert install.install(node.folder, config, nothing) == found
+    assert install.install(node.folder, config, nothing, [Path(sys.executable)]) == found
     assert "installed before" in capfd.readouterr().out
     # Another list of packages is another environment; one that fails leaves no marker.
     commands: list[str] = []

@@ -269,8 +269,10 @@ def test_no_secret_is_in_an_environment_or_readable_by_others(make: Callable[...
         "AWS_REGION": "eu-west-1",
     }
     secrets = records.Secrets(token="the-token", store_env=store, hf_token="the-hf-token")
-    node = make().send_secrets(secrets).start()
-    pid = node.serving()
+    node = make()
+    python = {"executable": str(node.folder / "python"), "path": None, "vllm": "/opt/vllm/python"}
+    records.write_text(node.folder / "python.json", json.dumps(python))
+    pid = node.send_secrets(secrets).start().serving()
     environment = json.loads((node.state / "environment.json").read_text())
     everything = json.dumps(environment) + Path(f"/proc/{pid}/cmdline").read_text()
     for secret in ("AKIATHEKEY", "the-secret-key", "the-token", "the-hf-token"):
@@ -278,6 +280,7 @@ def test_no_secret_is_in_an_environment_or_readable_by_others(make: Callable[...
         for file in node.folder.rglob("*"):
             if file.is_file() and secret in file.read_text():
                 assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    assert environment["ART_SKY_VLLM_PYTHON"] == "/opt/vllm/python"
     assert environment["AWS_REGION"] == "eu-west-1" and "PYTHONPATH" not in environment
     assert Path(environment["HF_TOKEN_PATH"]).read_text() == "the-hf-token"
     # A fresh credential reaches the running server through the file.
@@ -436,7 +439,7 @@ def test_the_watchdog_s_death_ends_the_server_and_its_successor_counts_on(tmp_pa
     (venv / "bin").mkdir()
     (venv / "bin" / "python").symlink_to(node.folder / "python")
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    (venv / "installed.json").write_text(json.dumps({"wheel": empty, "packages": []}))
+    (venv / "installed.json").write_text(json.dumps({"version": empty, "packages": [str(node.folder / "w.whl")]}))
     node.send_secrets()
     command = [sys.executable, "-m", "art_sky.node.watchdog"]
     environment = {**os.environ, "HOME": str(home)}
