@@ -41,7 +41,7 @@ bench: $(VENV)/.bench  ## all benchmarks, one JSON line a case, into benchmarks/
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:  ## removes the virtual environment and the caches
-	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-trl $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "art-sky needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -58,7 +58,15 @@ $(VENV)/.dev: $(VENV)/.local pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-$(VENV)/.bench: $(VENV)/.dev pyproject.toml
+# The peer of benchmarks/grpo_step.py, apart because its newest release takes other versions than ours.
+$(VENV)-trl/.made: $(VENV)/.made
+	$(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -m pip install --quiet --upgrade "pip>=25"
+	$(VENV)-trl/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)-trl/bin/python -m pip install --quiet trl==1.16.0 transformers==5.24.0 peft==0.21.2 datasets==5.2.0
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.dev $(VENV)-trl/.made pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	touch $@
 

@@ -110,7 +110,7 @@ class TrainConfig(Settings):
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     micro_batch_tokens: int = Field(
-        2048, ge=16, description="tokens whose activations are in memory at a time; changes no gradient"
+        1024, ge=16, description="tokens whose activations are in memory at a time; changes no gradient"
     )
 
     @model_validator(mode="before")
@@ -144,7 +144,8 @@ class TrainConfig(Settings):
             "lr_end_ratio": (self.lr_schedule != "constant", "lr_schedule='linear' or 'cosine'"),
         }
         for name, (met, condition) in needs.items():
-            if getattr(self, name) not in (None, False) and not met:
+            value = getattr(self, name)
+            if value is not None and value is not False and not met:
                 raise ValueError(f"{name} does nothing without {condition}; give that too, or leave it out")
         if self.lr_schedule != "constant" and self.lr_schedule_updates is None:
             raise ValueError(f"lr_schedule={self.lr_schedule!r} needs lr_schedule_updates, the update at which it ends")
