@@ -39,35 +39,33 @@ def max_hours(cluster: RentedCluster) -> float:
     return cluster.request.limits.max_hours + cluster.extended_hours
 
 
-def node_limits(cluster: RentedCluster, node: str, dollars_per_hour: float, now: float) -> NodeLimits:
-    """What one node may use: the cluster's limits less what the other nodes took.
-
-    Raises BudgetTooSmall when what is left is no use.
-    """
+def node_limits(cluster: RentedCluster, node: str, now: float) -> NodeLimits:
+    """What one node may use: the cluster's limits less what the other nodes took."""
     others = cluster.model_copy(update={"nodes": [n for n in cluster.nodes if n.name != node]})
     limits = cluster.request.limits
-    left_hours = max_hours(cluster) - hours(others, now)
-    left_dollars = None if limits.budget is None else limits.budget - spent(others, now)
-    enough = USEFUL_MINUTES / 60
-    if left_dollars is not None and left_dollars < enough * dollars_per_hour:
-        raise BudgetTooSmall(
-            f"${max(left_dollars, 0):.2f} of the budget of ${limits.budget:.2f} are left, less than "
-            f"{USEFUL_MINUTES:.0f} minutes at ${dollars_per_hour:.2f} an hour; add some with "
-            f"`art-sky extend {cluster.name} --budget MORE` and launch again"
-        )
-    if left_hours < min(enough, max_hours(cluster)) - 1e-9:
-        raise BudgetTooSmall(
-            f"{max(left_hours, 0) * 60:.0f} minutes of max_hours are left, less than {USEFUL_MINUTES:.0f}; add some "
-            f"with `art-sky extend {cluster.name} --hours MORE` and launch again"
-        )
     return NodeLimits(
         idle_minutes=limits.idle_minutes,
-        max_hours=left_hours,
+        max_hours=max_hours(cluster) - hours(others, now),
         orphan_minutes=limits.orphan_minutes,
         flush_minutes=limits.flush_minutes,
         setup_minutes=limits.setup_minutes,
-        budget=left_dollars,
+        budget=None if limits.budget is None else limits.budget - spent(others, now),
     )
+
+
+def check_useful(cluster: RentedCluster, limits: NodeLimits, dollars_per_hour: float) -> None:
+    """Raises BudgetTooSmall when a node with these limits would end before it had made a step."""
+    left, enough = limits.budget, USEFUL_MINUTES / 60
+    if left is not None and left < enough * dollars_per_hour:
+        raise BudgetTooSmall(
+            f"${max(left, 0):.2f} of the budget of ${cluster.request.limits.budget:.2f} are left, less than "
+            f"{USEFUL_MINUTES:.0f} minutes at ${dollars_per_hour:.2f} an hour; launch again with a larger --budget"
+        )
+    if limits.max_hours < min(enough, max_hours(cluster)) - 1e-9:
+        raise BudgetTooSmall(
+            f"{max(limits.max_hours, 0) * 60:.0f} minutes of max_hours are left, less than {USEFUL_MINUTES:.0f}; "
+            "launch again with a larger --max-hours"
+        )
 
 
 def ends_by_itself(cluster: RentedCluster, node: Node, now: float) -> tuple[float, str]:

@@ -69,6 +69,7 @@ class _Live:
     failed_ends: int = 0
     seen: bool = False
     absent_since: float | None = None
+    limits: NodeLimits | None = None  # as the node has them
     problem: str | None = None
     said: set[str] = field(default_factory=set)
 
@@ -110,6 +111,15 @@ class Reconciler:
         """As last seen."""
         return self._live[node.name].watchdog if node.name in self._live else None
 
+    def machine(self, node: Node) -> Machine | None:
+        """As last seen running."""
+        return self._live[node.name].machine if node.name in self._live else None
+
+    def has_limits(self, cluster: RentedCluster, node: Node) -> bool:
+        """Whether the node was told the limits as they stand."""
+        live = self._live.get(node.name)
+        return live is not None and live.limits == money.node_limits(cluster, node.name, self._clock.now())
+
     def problem(self, node: Node) -> str | None:
         """What a teardown or a connection is waiting for, one line."""
         return self._live[node.name].problem if node.name in self._live else None
@@ -141,7 +151,7 @@ class Reconciler:
         offer = cluster.plan[decision.offer % len(cluster.plan)]
         name = f"{cluster.id}-{len(cluster.nodes) + 1}"
         try:
-            money.node_limits(cluster, name, float(offer["price"]), now)
+            money.check_useful(cluster, money.node_limits(cluster, name, now), float(offer["price"]))
         except BudgetTooSmall as e:
             return self._give_up(cluster, e.message)
         node = Node(name=name, state="intended", offer=offer, since=now, billed_from=now, phase="intended")
@@ -157,14 +167,14 @@ class Reconciler:
         if cluster.wanted == "down":
             return self._to_gone(cluster, "asked", now)
         begun = node.model_copy(update={"billed_from": now})
+        limits = money.node_limits(cluster, node.name, now)
         try:
-            limits = money.node_limits(cluster, node.name, money.price(node), now)
             order = self._order(cluster, begun, limits)
         except ArtSkyError as e:
             return self._to_gone(cluster, f"launch: {e.message}", now)
         self._registry.update(cluster.id, lambda c: moved(c, "provisioning", now, billed_from=now, phase="provision"))
         live = self._of(node)
-        live.phase_since = now
+        live.phase_since, live.limits = now, limits
         live.call = self._calls.begin(
             lambda: self._provider.launch(order, lambda phase, text: self._progress(cluster.id, node, phase, text)),
             f"launch {node.name}",
@@ -321,6 +331,8 @@ class Reconciler:
             return OFTEN
         if machine.seen != "absent":
             live.seen, live.absent_since = True, None
+            if machine.seen != "ending":  # it came after it was ended, or was not touched
+                live.next_end = min(live.next_end, now + END_RETRY_SECONDS[0])
             return OFTEN
         live.absent_since = now if live.absent_since is None else live.absent_since
         settle = 0.0 if node.instance else SETTLE_SECONDS
@@ -391,6 +403,11 @@ class Reconciler:
         try:
             live.watchdog = self._link.watchdog(machine)
             live.contact = self._clock.now()
+            limits = money.node_limits(cluster, node.name, live.contact)
+            if node.state == "up" and live.limits != limits:
+                self._link.send_limits(machine, limits)
+                live.limits = limits
+                self._note(cluster, f"{node.name}: has its limits: {limits.max_hours:.2f} h, budget {limits.budget}")
             models = self._link.models(cluster) if node.state == "up" else None
         except ServerUnreachable as e:
             live.problem = e.message

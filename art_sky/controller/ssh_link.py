@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import http.client
 import json
+import os
 import socket
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from art_sky.controller.provider import Machine
 from art_sky.controller.rented import RentedCluster
 from art_sky.controller.secrets import read_secrets
 from art_sky.controller.tunnel import Tunnel
-from art_sky.errors import ServerUnreachable
+from art_sky.errors import InvalidInput, ServerUnreachable
 from art_sky.node.records import NodeLimits, WatchdogState
 
 ASK_SECONDS = 10.0
@@ -129,10 +132,13 @@ class UnixConnection(http.client.HTTPConnection):
 def socket_folder() -> Path:
     """A private folder (0700) whose path is short enough for sockets in it, and plain enough for ssh's -L."""
     folder = home() / "controller" / "sockets"
-    if len(str(folder)) > _LONGEST_SOCKET - 32 or ":" in str(folder):
-        return Path(tempfile.mkdtemp(prefix="art-sky-"))
+    if len(os.fsencode(folder)) > _LONGEST_SOCKET - 32 or ":" in str(folder):
+        who = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"art-sky-{os.getuid()}-{who}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.chmod(0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise InvalidInput(f"{folder} is not a folder that only you can open; remove it and call again")
     return folder
 
 

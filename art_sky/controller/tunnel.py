@@ -123,13 +123,13 @@ class Tunnel:
         """Beats and hears; True when the server listens elsewhere than what is forwarded, False at the end."""
         assert process.stdin is not None and process.stdout is not None
         hear = asyncio.create_task(self._hear(process.stdout))
-        began = time.monotonic()
+        began, beat = time.monotonic(), float("-inf")
         try:
             while not hear.done():
-                process.stdin.write(b"\n")
-                quick = self.quick or self._port is None
-                # One awaited answer at a time; the line itself may take a while on a bad line.
-                await asyncio.wait({hear}, timeout=QUICK_SECONDS if quick else self._beat_seconds)
+                if self.quick or self._port is None or time.monotonic() - beat >= self._beat_seconds:
+                    process.stdin.write(b"\n")
+                    beat = time.monotonic()
+                await asyncio.wait({hear}, timeout=min(QUICK_SECONDS, self._beat_seconds))
                 if time.monotonic() - max(self._heard, began) > SILENT_SECONDS:
                     log.warning("tunnel to %s: no answer for %.0f s", self.machine.node, SILENT_SECONDS)
                     return False

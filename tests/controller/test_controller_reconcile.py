@@ -121,7 +121,7 @@ def world_machine(world: FakeWorld, id: str) -> object:
 
     cluster = world.registry.get(id)
     assert cluster.node
-    limits = money.node_limits(cluster, cluster.node.name, 1.0, world.clock.time)
+    limits = money.node_limits(cluster, cluster.node.name, world.clock.time)
     return FakeMachine(order(cluster, cluster.node, limits), world.clock.time)
 
 
@@ -304,5 +304,19 @@ def test_limits_of_nothing_left_are_refused_with_the_numbers() -> None:
             "request": {"name": "run", "store": "s3://b", "limits": {"budget": 0.2}},
         }
     )  # fmt: skip
-    with pytest.raises(BudgetTooSmall, match=r"\$0.20 of the budget of \$0.20 are left.*extend run --budget"):
-        money.node_limits(cluster, "n", 1.0, 0.0)
+    with pytest.raises(BudgetTooSmall, match=r"\$0.20 of the budget of \$0.20 are left.*larger --budget"):
+        money.check_useful(cluster, money.node_limits(cluster, "n", 0.0), 1.0)
+
+
+def test_extended_limits_reach_the_node_and_the_next_one(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.cut = True
+    cluster = world.registry.update(id, lambda c: c.model_copy(update={"extended_hours": 4.0}))
+    assert cluster.node and not world.reconciler.has_limits(cluster, cluster.node)
+    world.link.cut = False
+    world.run(id, lambda c: "limits" in world.link.calls)
+    assert world.reconciler.has_limits(cluster, cluster.node)
+    world.provider.vanish(f"{id}-1")
+    world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "up")
+    assert world.provider.launched[-1].config.limits.max_hours == pytest.approx(12, abs=0.1)
