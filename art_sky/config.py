@@ -193,6 +193,7 @@ class ServerConfig(Settings):
     allow_untested: bool = Field(False, description="use what docs/capabilities.md lists as untested")
     idle_minutes: float | None = Field(None, gt=0, description="end the server after this time without work")
     state_dir: str = Field(description="logs, exchange log, scratch and unpacked adapters; may be deleted")
+    models: list[str] = Field([], description="project/name of models in the store that are served from the start")
     fsync_each_reply: bool = Field(False, description="fsync the exchange log before each reply, not in groups")
 
 

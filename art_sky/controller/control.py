@@ -48,11 +48,10 @@ class ControlClient:
         *,
         store_env: dict[str, str] | None = None,
         hf_token: str | None = None,
-        wandb_api_key: str | None = None,
     ) -> dict[str, Any]:
         """Puts the intent on record and begins; see `watch`. `plan` is the offers (`provider.Offer`) in the order in
         which they are tried. Raises Conflict where a cluster of this name is up and differs, naming in what."""
-        secrets = {"store_env": store_env or {}, "hf_token": hf_token, "wandb_api_key": wandb_api_key}
+        secrets = {"store_env": store_env or {}, "hf_token": hf_token}
         return self._call("launch", request=request.model_dump(), plan=plan, secrets=secrets)
 
     def watch(

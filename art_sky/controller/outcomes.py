@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from art_sky.controller.rented import Node, RentedCluster
-from art_sky.node.records import REASONS
+from art_sky.node.records import REASONS, WatchdogState
 
 # `failed`: the end of a first launch, the next offer for a cluster that has served before.
 After = Literal["stop", "failed", "next offer", "same offer"]
@@ -50,6 +50,18 @@ def described(reason: str) -> str:
     code, _, detail = reason.partition(":")
     text = AFTER[code][0] if code in AFTER else code
     return f"{text}: {detail.strip()}" if detail else text
+
+
+def told(state: WatchdogState) -> str:
+    """The reason that a watchdog gave."""
+    return state.ending if state.ending in AFTER else f"server: {state.ending or 'it ended'}"
+
+
+def offer_text(offer: dict[str, object]) -> str:
+    """`H100:1 on aws us-east-1 (p5.4xlarge spot, $2.10/h)`."""
+    gpus = ", ".join(f"{k}:{n}" for k, n in dict(offer["accelerators"]).items()) or "no GPU"  # type: ignore[call-overload]
+    spot = " spot" if offer["spot"] else ""
+    return f"{gpus} on {offer['cloud']} {offer['region']} ({offer['instance_type']}{spot}, ${offer['price']:.2f}/h)"
 
 
 def next_launch(cluster: RentedCluster, now: float) -> Decision:

@@ -1,21 +1,21 @@
 """What is wanted against what is there: one small step for one cluster at a time, until both agree.
 
 A step loads the record, looks, writes what it will do, and does it. Steps of one cluster never overlap; whatever kills
-the controller between two operations, the next one goes on from the record. Memory (`_Live`) only saves questions.
+the controller between two operations, the next one goes on from the record. Memory (`Live`) only saves questions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from art_sky import __version__
 from art_sky.controller import money
-from art_sky.controller.calls import Call, Calls
+from art_sky.controller.calls import Calls
 from art_sky.controller.ledger import Ledger
 from art_sky.controller.link import Link
-from art_sky.controller.outcomes import AFTER, described, next_launch
+from art_sky.controller.live import Live
+from art_sky.controller.outcomes import described, next_launch, offer_text, told
 from art_sky.controller.provider import Machine, NodeOrder, Provider
 from art_sky.controller.registry import Registry, moved, with_node
 from art_sky.controller.rented import Node, RentedCluster
@@ -41,6 +41,7 @@ PROVISION_SECONDS = 900.0
 SETTLE_SECONDS, ABANDONED_SECONDS = 20.0, 120.0
 # A tunnel that is down for this long is a lost node; one that runs and does not answer for this long is ended.
 LOST_AFTER_SECONDS, SILENT_SECONDS = 20.0, 900.0
+MODELS_SECONDS = 300.0  # a server that answers has so long to serve again what was served before
 END_RETRY_SECONDS, END_AGAIN_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0), 60.0
 
 
@@ -49,29 +50,6 @@ Order = Callable[[RentedCluster, Node, NodeLimits], NodeOrder]
 
 class Ticks(Protocol):
     def now(self) -> float: ...
-
-
-@dataclass
-class _Live:
-    """What this controller knows of one node besides its record."""
-
-    call: Call[Machine] | None = None
-    given_up: bool = False
-    phase_since: float = 0.0
-    machine: Machine | None = None
-    secrets_sent: bool = False
-    end_sent: bool = False
-    watchdog: WatchdogState | None = None
-    looked: float = float("-inf")
-    contact: float | None = None
-    down_since: float | None = None
-    next_end: float = float("-inf")
-    failed_ends: int = 0
-    seen: bool = False
-    absent_since: float | None = None
-    limits: NodeLimits | None = None  # as the node has them
-    problem: str | None = None
-    said: set[str] = field(default_factory=set)
 
 
 class Reconciler:
@@ -89,7 +67,7 @@ class Reconciler:
     ) -> None:
         self._registry, self._provider, self._link, self._ledger = registry, provider, link, ledger
         self._order, self._clock, self._calls = order, clock, calls
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
 
     def step(self, id: str) -> float | None:
         """Does the next thing for a cluster; seconds until it should be called again, None when nothing is left."""
@@ -159,7 +137,7 @@ class Reconciler:
             cluster.id,
             lambda c: c.model_copy(update={"nodes": [*c.nodes, node], "next_offer": decision.offer}),
         )
-        self._note(cluster, f"{name}: asking for {_offer_text(offer)}")
+        self._note(cluster, f"{name}: asking for {offer_text(offer)}")
         return 0.0
 
     def _intended(self, cluster: RentedCluster, node: Node) -> float:
@@ -247,13 +225,19 @@ class Reconciler:
             version = self._link.health(cluster)
             if version is None:
                 return self._still_starting(cluster, node, machine)
+            if version != __version__:
+                return self._failed(
+                    cluster, node, f"health: the server is art-sky {version} and this is {__version__}; launch again"
+                )
+            live.healthy = now if live.healthy is None else live.healthy
+            # Until then an agent would be told that there is no such model, and not ask again.
+            missing = set(cluster.models) - set(self._link.models(cluster)) if cluster.models else set()
+            if missing and now - live.healthy < MODELS_SECONDS:
+                live.problem = f"waiting for {', '.join(sorted(missing))}"
+                return SOON
         except ServerUnreachable as e:
             live.problem = e.message
             return OFTEN
-        if version != __version__:
-            return self._failed(
-                cluster, node, f"health: the server is art-sky {version} and this is {__version__}; launch again"
-            )
         took = round(now - node.billed_from, 1)
         phases = {**node.phases, node.phase: round(now - live.phase_since, 1), "ready": took}
         self._registry.update(
@@ -287,7 +271,7 @@ class Reconciler:
             self._look(cluster, node, machine)
         state = live.watchdog
         if state is not None and state.phase == "ended":
-            return self._to_ending(cluster, _told(state))
+            return self._to_ending(cluster, told(state))
         return OFTEN
 
     def _lost(self, cluster: RentedCluster, node: Node) -> float:
@@ -392,7 +376,7 @@ class Reconciler:
         state = live.watchdog
         if state is not None:
             if state.ending is not None:
-                return self._failed(cluster, node, _told(state))
+                return self._failed(cluster, node, told(state))
             if state.phase != node.phase:
                 self._progress(cluster.id, node, state.phase, state.phase)
         return SOON
@@ -432,7 +416,7 @@ class Reconciler:
         """The machine is gone or going, and it was not the controller that ended it: why?"""
         live, now = self._of(node), self._clock.now()
         if live.watchdog is not None and live.watchdog.ending is not None:
-            return self._to_ending(cluster, _told(live.watchdog))
+            return self._to_ending(cluster, told(live.watchdog))
         try:
             reason = self._ledger.reason(cluster, node)
         except StoreError as e:
@@ -523,18 +507,8 @@ class Reconciler:
 
         self._note(self._registry.update(id, change), f"{node.name}: {text}")
 
-    def _of(self, node: Node) -> _Live:
-        return self._live.setdefault(node.name, _Live())
+    def _of(self, node: Node) -> Live:
+        return self._live.setdefault(node.name, Live())
 
     def _note(self, cluster: RentedCluster, text: str) -> None:
         self._registry.note(cluster.id, self._clock.now(), " ".join(text.split()))
-
-
-def _told(state: WatchdogState) -> str:
-    return state.ending if state.ending in AFTER else f"server: {state.ending or 'it ended'}"
-
-
-def _offer_text(offer: dict[str, object]) -> str:
-    gpus = ", ".join(f"{k}:{n}" for k, n in dict(offer["accelerators"]).items()) or "no GPU"  # type: ignore[call-overload]
-    spot = " spot" if offer["spot"] else ""
-    return f"{gpus} on {offer['cloud']} {offer['region']} ({offer['instance_type']}{spot}, ${offer['price']:.2f}/h)"

@@ -22,7 +22,7 @@ def token_file(name: str) -> Path:
     return home() / "clusters" / check_name("cluster", name) / "token"
 
 
-def write_secrets(name: str, store_env: dict[str, str], hf_token: str | None, wandb_api_key: str | None) -> None:
+def write_secrets(name: str, store_env: dict[str, str], hf_token: str | None) -> None:
     """What a node of this cluster is sent; makes the token where there is none yet."""
     file = token_file(name)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -31,7 +31,7 @@ def write_secrets(name: str, store_env: dict[str, str], hf_token: str | None, wa
     except FileNotFoundError:
         token = secrets.token_urlsafe(32)
         _write(file, token)
-    made = Secrets(token=token, store_env=store_env, hf_token=hf_token, wandb_api_key=wandb_api_key)
+    made = Secrets(token=token, store_env=store_env, hf_token=hf_token)
     _write(_secrets_file(name), json.dumps(dataclasses.asdict(made)))
 
 

@@ -131,10 +131,12 @@ class Server:
         scratch.replace(self._models_file)
 
     async def _restore_models(self) -> None:
-        """Brings back what was registered before a restart, so that agents and jobs go on without their client."""
-        if not self._models_file.exists():
-            return
-        for project, name in json.loads(self._models_file.read_text()):
+        """Brings back what was registered before a restart, here or on the machine before this one, so that agents and
+        jobs go on without their client."""
+        names = [tuple(model.split("/", 1)) for model in self.config.models]
+        if self._models_file.exists():
+            names += [(project, name) for project, name in json.loads(self._models_file.read_text())]
+        for project, name in dict.fromkeys(names):
             try:
                 record = await asyncio.to_thread(ModelStore(self.registry.store, project, name).record)
                 await self.register(

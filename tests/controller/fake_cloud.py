@@ -223,6 +223,7 @@ class FakeLink:
     not_flushed: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    asked_models: int = 0
     to: dict[str, Machine] = field(default_factory=dict)
 
     def connect(self, cluster: RentedCluster, machine: Machine) -> None:
@@ -244,6 +245,7 @@ class FakeLink:
         return self.version if self.status(cluster).state == "open" else None
 
     def models(self, cluster: RentedCluster) -> list[str]:
+        self.asked_models += 1
         return self.served
 
     def watchdog(self, machine: Machine) -> WatchdogState:

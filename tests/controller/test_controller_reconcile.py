@@ -173,6 +173,23 @@ def test_a_vanished_machine_is_replaced_by_the_next_offer(world: FakeWorld) -> N
     assert (cluster.nodes[0].reason or "").startswith("vanished") and cluster.models == ["p/agent"]
 
 
+def test_a_replacement_is_up_when_it_serves_the_models_again(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.served = ["p/agent"]
+    world.run(id, lambda c: c.models == ["p/agent"])
+    world.provider.vanish(f"{id}-1")
+    world.link.served = []
+    world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "connecting")
+    asked = world.link.asked_models
+    world.run(id, lambda c: world.link.asked_models > asked + 3)
+    cluster = world.registry.get(id)
+    assert cluster.node and cluster.node.state == "connecting"
+    assert world.reconciler.problem(cluster.node) == "waiting for p/agent"
+    world.link.served = ["p/agent"]
+    world.up(id)
+
+
 def test_a_preempted_machine_is_replaced(world: FakeWorld) -> None:
     id = world.launch()
     world.up(id)

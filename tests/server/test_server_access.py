@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -236,3 +237,14 @@ async def test_status(server: Harness) -> None:
     assert (await server.client.get("/nowhere")).json()["error"]["code"] == "not_found"
     assert (await server.client.put("/api/v1/status")).status_code == 405
     assert (await server.client.get("/openapi.json")).status_code == 200
+
+
+async def test_models_of_the_machine_before_are_served_again(tiny_model: Path, tmp_path: Path) -> None:
+    async with harness(tiny_model, tmp_path) as h:
+        await h.register()
+    shutil.rmtree(tmp_path / "state")
+    async with harness(tiny_model, tmp_path, models=["p/agent", "p/never-was"]) as h:
+        async with asyncio.timeout(30):
+            while not h.server.registry.all():
+                await asyncio.sleep(0.01)
+        assert (await h.chat("hi")).json()["model"] == "agent@0"

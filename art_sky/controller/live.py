@@ -1,0 +1,33 @@
+"""What one controller knows of one node besides its record. It saves questions; nothing depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from art_sky.controller.calls import Call
+from art_sky.controller.provider import Machine
+from art_sky.node.records import NodeLimits, WatchdogState
+
+
+@dataclass
+class Live:
+    """Times are the controller's clock, Unix seconds."""
+
+    call: Call[Machine] | None = None
+    given_up: bool = False
+    phase_since: float = 0.0
+    machine: Machine | None = None
+    secrets_sent: bool = False
+    end_sent: bool = False
+    watchdog: WatchdogState | None = None
+    looked: float = float("-inf")
+    contact: float | None = None
+    healthy: float | None = None
+    down_since: float | None = None
+    next_end: float = float("-inf")
+    failed_ends: int = 0
+    seen: bool = False
+    absent_since: float | None = None
+    limits: NodeLimits | None = None  # as the node has them
+    problem: str | None = None
+    said: set[str] = field(default_factory=set)
