@@ -174,3 +174,10 @@ def test_the_order_holds_no_secret(tmp_path: Path) -> None:
 )
 def test_lines_of_the_log_name_their_phase(line: str, phase: str) -> None:
     assert phase_of(line) == phase
+
+
+def test_a_node_is_ordered_what_its_engine_needs(tmp_path: Path) -> None:
+    assert order(tmp_path).config.packages == ["art-sky[local,s3]"]
+    assert order(tmp_path).config.vllm_packages == []
+    vllm = order(tmp_path, server={"engine": {"kind": "vllm"}}).config.vllm_packages
+    assert len(vllm) == 1 and vllm[0].startswith("vllm==")
