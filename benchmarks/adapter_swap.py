@@ -32,6 +32,7 @@ from art_sky import base_models
 from art_sky.config import EngineConfig
 from art_sky.errors import ArtSkyError
 from art_sky.inference.cpu import CpuEngine
+from art_sky.inference.memory_plan import ModelSize
 from art_sky.inference.protocol import Engine, GenerateRequest, TokenDelta
 from art_sky.inference.vllm import VllmEngine
 from art_sky.inference.vllm_install import TESTED_VERSION, VARIABLE
@@ -43,8 +44,9 @@ TOKENS = 24
 class Run:
     """One engine under load."""
 
-    def __init__(self, engine: Engine, adapters: list[AdapterRef], streams: int) -> None:
+    def __init__(self, engine: Engine, adapters: list[AdapterRef], streams: int, vocabulary: int) -> None:
         self._engine, self._adapters, self._streams = engine, adapters, streams
+        self._vocabulary = vocabulary
         self._newest = adapters[0]
         self._draw = random.Random(20261)
         self._ended = self._dropped = 0
@@ -81,7 +83,7 @@ class Run:
 
     async def _stream(self) -> None:
         while not self._over:
-            prompt = [self._draw.randrange(100, 1000) for _ in range(40)]
+            prompt = [self._draw.randrange(self._vocabulary) for _ in range(40)]
             request = GenerateRequest(prompt_ids=prompt, adapter=self._newest, max_tokens=TOKENS)
             tokens, last = 0, None
             try:
@@ -112,11 +114,12 @@ def main() -> None:
         # Streams may be two steps old when they end.
         common = {"threads": options.threads, "max_adapters": 8, "context_length": 512, "kv_cache_mib": 512}
         log = Path(folder) / "engine.log"
-        ours = run(CpuEngine(base, EngineConfig(**common), log), adapters, options.streams)
+        load = (adapters, options.streams, ModelSize.of(base).vocabulary)
+        ours = run(CpuEngine(base, EngineConfig(**common), log), *load)
         peers = {}
         if os.environ.get(VARIABLE):
             engine = VllmEngine(base, EngineConfig(kind="vllm", max_lora_rank=8, **common), log)
-            peers[f"vLLM {TESTED_VERSION}, CPU build"] = run(engine, adapters, options.streams)
+            peers[f"vLLM {TESTED_VERSION}, CPU build"] = run(engine, *load)
     ratio = {"wall": round(min(p["median_ms"] for p in peers.values()) / ours["median_ms"], 2)} if peers else {}
     notes = f"{options.swaps} swaps, {options.streams} streams of {TOKENS} tokens, {options.threads} threads, bfloat16"
     if not peers:
@@ -132,10 +135,10 @@ def main() -> None:
     print(json.dumps(line), flush=True)
 
 
-def run(engine: Engine, adapters: list[AdapterRef], streams: int) -> dict[str, float]:
+def run(engine: Engine, adapters: list[AdapterRef], streams: int, vocabulary: int) -> dict[str, float]:
     async def measured() -> dict[str, float]:
         try:
-            return await Run(engine, adapters, streams).measure()
+            return await Run(engine, adapters, streams, vocabulary).measure()
         finally:
             await engine.close()
 

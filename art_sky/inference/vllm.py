@@ -114,9 +114,6 @@ class VllmEngine:
         if self._process is not None:
             await self._process.stop()
 
-    async def context_length(self) -> int:
-        return self._context_length
-
     async def prepare(self, adapter: AdapterRef) -> None:
         """Raises InvalidInput for an adapter that vLLM does not take; what is loaded stays."""
         async with self._use(adapter):
@@ -185,6 +182,8 @@ class VllmEngine:
                 self._awake.set()
 
     async def _fall_asleep(self, process: VllmProcess) -> None:
+        if process.pid is None:
+            return  # it is dead and stays so
         try:
             client = await process.ready()
             await client.sleep()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from art_sky.config import EngineConfig
+from art_sky.errors import InvalidConfig
 from art_sky.inference.gpus import Placement
 from art_sky.inference.protocol import Engine
 from art_sky.schemas import InitTask, TrainOutcome, TrainTask
@@ -84,10 +85,19 @@ def _make_trainer(
 
 
 def _place(settings: EngineConfig) -> Placement:
-    """Raises InvalidConfig where vLLM is asked for and not there."""
+    """Raises InvalidConfig where vLLM is asked for and not there, or there is no GPU for it."""
     from art_sky.inference.gpus import find_gpus, place
     from art_sky.inference.vllm_install import find_vllm
 
-    if settings.kind != "vllm" or find_vllm(settings).cpu_build:
+    if settings.kind != "vllm":
         return Placement()
-    return place(find_gpus())
+    install = find_vllm(settings)
+    if install.cpu_build:
+        return Placement()
+    gpus = find_gpus()
+    if not gpus:
+        raise InvalidConfig(
+            f"vLLM {install.version} of {install.python} is a build for GPUs, and nvidia-smi finds none here; use the "
+            "one of `make vllm`"
+        )
+    return place(gpus)

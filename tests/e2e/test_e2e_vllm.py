@@ -128,7 +128,7 @@ async def test_the_trainer_finds_vllms_logprobs_in_bfloat16(tmp_path: Path) -> N
 
 def test_the_demo_learns_with_vllm(tmp_path: Path) -> None:
     """The first steps of what `art-sky demo --engine vllm` does."""
-    result = run_demo(DemoOptions(store=str(tmp_path / "run"), steps=5, engine="vllm"), Quiet())
-    assert [row.step for row in result.steps] == [1, 2, 3, 4, 5]
+    result = run_demo(DemoOptions(store=str(tmp_path / "run"), steps=3, engine="vllm"), Quiet())
+    assert [row.step for row in result.steps] == [1, 2, 3]
     assert result.validation["before"] < 0.2
-    assert result.validation["after"] > result.validation["before"] + 0.2
+    assert result.validation["after"] > result.validation["before"] + 0.1

