@@ -49,9 +49,9 @@ def _open_bucket(url: str) -> Store:
 
             return S3Store(url)
     except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] not in ("botocore", "urllib3"):
+        if (e.name or "").partition(".")[0] not in ("boto3", "botocore", "urllib3"):
             raise
-        raise InvalidConfig("a store in a bucket needs botocore: pip install 'art-sky[s3]'") from e
+        raise InvalidConfig("a store in a bucket needs boto3: pip install 'art-sky[s3]'") from e
 
 
 @contextmanager

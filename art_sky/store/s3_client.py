@@ -1,4 +1,4 @@
-"""One botocore client for all threads, and when a call is made again.
+"""One boto3 client for all threads, and when a call is made again.
 
 botocore's own retries are off: its retry of a put whose reply was lost would report 412, so that a won commit looks
 lost. Calls without a condition are made again here, with jitter, until a deadline.
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import botocore.exceptions
+from boto3.session import Session
 from botocore.config import Config
-from botocore.session import Session
 
 from art_sky.errors import InvalidConfig
 from art_sky.store.s3_errors import CALL_ERRORS, code_of, explained, kind_of, status_of
@@ -42,7 +42,7 @@ class Timing:
 
 
 class Client:
-    """`raw` is the botocore client, to be used within `retry`."""
+    """`raw` is the boto3 client, to be used within `retry`."""
 
     def __init__(self, at: Location, timing: Timing) -> None:
         self.at = at
@@ -115,12 +115,12 @@ class Pauses:
 
 def _connect(at: Location, timing: Timing) -> Any:
     try:
-        session = Session(profile=at.profile)
-        region = at.region or session.get_config_variable("region") or DEFAULT_REGION
+        session = Session(profile_name=at.profile)
+        region = at.region or session.region_name or DEFAULT_REGION
 
         def client(path_style: bool) -> Any:
             config = _config(timing, path_style)
-            return session.create_client("s3", region_name=region, endpoint_url=at.endpoint_url, config=config)
+            return session.client("s3", region_name=region, endpoint_url=at.endpoint_url, config=config)
 
         path_style = at.endpoint_url is not None and not _is_aws(at.endpoint_url)
         made = client(path_style)

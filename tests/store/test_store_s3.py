@@ -64,16 +64,16 @@ def test_urls_that_are_refused_and_secrets_that_are_not_repeated(url: str, words
     assert "hunter2" not in str(caught.value)
 
 
-def test_without_botocore_one_line_says_what_to_install() -> None:
+def test_without_boto3_one_line_says_what_to_install() -> None:
     code = (
-        "import sys; sys.modules['botocore'] = None\n"
+        "import sys; sys.modules['boto3'] = None\n"
         "from art_sky.errors import InvalidConfig\n"
         "from art_sky.store import open_store\n"
         "try: open_store('s3://bucket')\n"
         "except InvalidConfig as e: print(e)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "a store in a bucket needs botocore: pip install 'art-sky[s3]'\n"
+    assert done.stdout == "a store in a bucket needs boto3: pip install 'art-sky[s3]'\n"
 
 
 def test_a_key_that_is_too_long_with_its_prefix(stub: Stub) -> None:
@@ -259,7 +259,8 @@ def test_parts_through_faults(stub: Stub, tmp_path: Path, monkeypatch: pytest.Mo
         assert store.info("large").etag == etag
         assert store.get("large").data == data, seed
         stub.settle()
-        assert not stub.uploads
+        # An upload whose id was lost with the reply stays until gc; no other does.
+        assert len(stub.uploads) <= stub.injected["lost reply"] + stub.injected["silence"]
     assert stub.injected["truncated"] and stub.injected["lost reply"]
 
 
