@@ -116,6 +116,7 @@ class FakeTrainer:
     faults: list[Exception] = field(default_factory=list)
     gate: asyncio.Event | None = None
     tasks: list[TrainTask] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)  # the adapters of the steps that a KL penalty refers to
     cancelled: int = 0
     child: FakeChild = field(default_factory=FakeChild)
 
@@ -129,6 +130,8 @@ class FakeTrainer:
         if self.faults:
             raise self.faults.pop(0)
         groups = _read(task.batch_path)
+        if task.reference_dir is not None:
+            self.references.append((Path(task.reference_dir) / "adapter" / "adapter_model.safetensors").read_text())
         done = False
         try:
             for n in range(2):

@@ -43,6 +43,20 @@ async def test_train_commits_the_next_step(server: Harness) -> None:
     assert not list((server.server.state / "work").glob("r1*"))
 
 
+async def test_the_trainer_gets_the_step_that_a_kl_penalty_refers_to(server: Harness) -> None:
+    batch = await server.upload([GROUP])
+    for name, options in (("r1", {}), ("r2", {}), ("r3", {"kl_penalty_reference_step": 1})):
+        await server.train(name, batch, kl_penalty_coef=0.1, **options)
+        assert (await server.finish(name))["state"] == "committed"
+    assert server.trainer.references == ["untrained r1"]
+    await server.train("r4", batch, kl_penalty_coef=0.1, kl_penalty_reference_step=9)
+    job = await server.finish("r4")
+    assert (job["state"], await step(server)) == ("failed", 3)
+    assert "no step 9" in job["error"]["message"]
+    await server.train("r5", batch)
+    assert (await server.finish("r5"))["state"] == "committed"
+
+
 async def test_events_are_read_again_from_any_offset(server: Harness) -> None:
     await server.train("r1", await server.upload([GROUP]))
     events = await server.events("r1")
