@@ -185,10 +185,22 @@ def test_a_model_that_cannot_be_packed_falls_back_to_plain_rows(tmp_path, caplog
     assert all(g.isfinite().all() for g in gradients(policy, sequences, 64, share=False).values())
 
 
-def test_layers_of_an_unknown_kind_are_not_packed(tmp_path):
+def test_layers_that_are_no_attention_are_not_packed(tmp_path):
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    shape = Lfm2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    Lfm2ForCausalLM(shape).save_pretrained(tmp_path)
+    assert Policy(tmp_path, "float32").not_packed == "its layers of conv, full_attention cannot be packed"
+
+
+def test_learned_positions_are_packed_by_depth(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=128)
+    shape = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0, eos_token_id=0
+    )
     GPT2LMHeadModel(shape).save_pretrained(tmp_path)
-    policy = Policy(tmp_path, "float32")
-    assert policy.not_packed is None or "layers" in policy.not_packed
+    assert Policy(tmp_path, "float32").not_packed is None
