@@ -26,10 +26,14 @@ if TYPE_CHECKING:
     from art_sky.client.model import Model as Model
     from art_sky.client.model import TrainableModel as TrainableModel
     from art_sky.client.rollout import Rollout as Rollout
+    from art_sky.client.sft import iterate_file as iterate_file
+    from art_sky.client.sft import train_sft_from_file as train_sft_from_file
     from art_sky.config import EngineConfig as EngineConfig
     from art_sky.config import LoRAConfig as LoRAConfig
     from art_sky.config import ModelOptions as ModelOptions
+    from art_sky.config import SFTConfig as SFTConfig
     from art_sky.config import TrainConfig as TrainConfig
+    from art_sky.schedules import create_lr_schedule as create_lr_schedule
     from art_sky.schemas import TrainResult as TrainResult
     from art_sky.trajectories import History as History
     from art_sky.trajectories import MessagesAndChoices as MessagesAndChoices
@@ -50,7 +54,9 @@ _HOME = {
     "client.local_backend": ["LocalBackend"],
     "client.model": ["Model", "TrainableModel"],
     "client.rollout": ["Rollout"],
-    "config": ["EngineConfig", "LoRAConfig", "ModelOptions", "TrainConfig"],
+    "client.sft": ["iterate_file", "train_sft_from_file"],
+    "config": ["EngineConfig", "LoRAConfig", "ModelOptions", "SFTConfig", "TrainConfig"],
+    "schedules": ["create_lr_schedule"],
     "schemas": ["TrainResult"],
     "trajectories": ["History", "MessagesAndChoices", "RolloutError", "Trajectory", "TrajectoryGroup"],
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from art_sky.errors import InvalidConfig
 
@@ -55,7 +55,26 @@ class ModelOptions(Settings):
     reasoning_parser: Literal["think"] | None = None
 
 
-class TrainConfig(Settings):
+class UpdateConfig(Settings):
+    """What every kind of training takes: the optimizer, and how much is computed at a time."""
+
+    too_long: Literal["drop", "refuse"] = Field(
+        "drop", description="sequences beyond the context or max_sequence_tokens: dropped and counted, or an error"
+    )
+    max_sequence_tokens: int | None = Field(None, ge=2, description="default: the model's context length")
+    epochs: int = Field(1, ge=1, le=100, description="how often the batch is gone through")
+    lr_end_ratio: float | None = Field(None, ge=0, le=1, description="of the learning rate, at the end (0)")
+    warmup_updates: int = Field(0, ge=0, description="over which the learning rate rises from 0")
+    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    micro_batch_tokens: int = Field(
+        1024, ge=16, description="tokens whose activations are in memory at a time; changes no gradient"
+    )
+
+
+class TrainConfig(UpdateConfig):
     """One train call. Defaults follow ART 0.5.23 where it has the option. None: the default, or not used.
 
     An option that the others leave without effect is refused, since it would do nothing in silence.
@@ -90,28 +109,14 @@ class TrainConfig(Settings):
         "sampler's becomes a weight, truncated at a bound or 0 beyond it; default: ratios refer to the sampler's",
     )
     importance_correction_bound: float | None = Field(None, gt=0, description="default 3")
-    too_long: Literal["drop", "refuse"] = Field(
-        "drop", description="sequences beyond the context or max_sequence_tokens: dropped and counted, or an error"
-    )
-    max_sequence_tokens: int | None = Field(None, ge=2, description="default: the model's context length")
     cut_off: Literal["train", "mask"] = Field(
         "train", description="choices that ended at their token limit (DAPO's overlong filtering masks them)"
     )
-    epochs: int = Field(1, ge=1, le=100, description="how often the batch is gone through")
     minibatches: int = Field(1, ge=1, description="updates an epoch, each from a part of the groups")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="by the number of updates the model has had"
     )
     lr_schedule_updates: int | None = Field(None, ge=1, description="when linear or cosine reach their end")
-    lr_end_ratio: float | None = Field(None, ge=0, le=1, description="of the learning rate, at the end (0)")
-    warmup_updates: int = Field(0, ge=0, description="over which the learning rate rises from 0")
-    max_grad_norm: float = Field(1.0, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.99, ge=0, lt=1)
-    micro_batch_tokens: int = Field(
-        1024, ge=16, description="tokens whose activations are in memory at a time; changes no gradient"
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -152,6 +157,41 @@ class TrainConfig(Settings):
         if (self.lr_schedule_updates or math.inf) <= self.warmup_updates:
             raise ValueError("warmup_updates must be less than lr_schedule_updates")
         return self
+
+
+class SFTConfig(UpdateConfig):
+    """Supervised fine-tuning: cross-entropy on what assistants said, in the order in which it is given."""
+
+    method: Literal["sft"] = "sft"
+    learning_rate: float | list[float] = Field(
+        5e-5, description="a list has one for each batch of each epoch (art_sky.create_lr_schedule)"
+    )
+    batch_size: int = Field(8, ge=1, description="trajectories an update; the loss is a mean over their trained tokens")
+    assistant_turns: Literal["all", "last"] = Field("all", description="of each history, which are trained")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="over the updates of the call")
+
+    @model_validator(mode="after")
+    def _rates(self) -> SFTConfig:
+        rates = self.learning_rate if isinstance(self.learning_rate, list) else [self.learning_rate]
+        if not all(rate >= 0 for rate in rates) or not any(rates):
+            raise ValueError("learning_rate must be above 0, in a list 0 or above")
+        shaped = self.lr_schedule != "constant" or self.warmup_updates or self.lr_end_ratio is not None
+        if isinstance(self.learning_rate, list) and shaped:
+            raise ValueError("a list of learning rates is a schedule; leave out lr_schedule, lr_end_ratio and warm-up")
+        if self.lr_end_ratio is not None and self.lr_schedule == "constant":
+            raise ValueError("lr_end_ratio does nothing without lr_schedule='linear' or 'cosine'; give that too")
+        return self
+
+
+def _kind_of_training(values: Any) -> str:
+    method = values.get("method") if isinstance(values, dict) else getattr(values, "method", None)
+    return "rl" if method is None else "sft"
+
+
+# What a train request carries; SFTConfig is told by its `method`.
+AnyTrainConfig = Annotated[
+    Annotated[TrainConfig, Tag("rl")] | Annotated[SFTConfig, Tag("sft")], Discriminator(_kind_of_training)
+]
 
 
 class EngineConfig(Settings):

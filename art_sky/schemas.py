@@ -17,7 +17,7 @@ from pydantic import (
     model_serializer,
 )
 
-from art_sky.config import LoRAConfig, ModelOptions, TrainConfig
+from art_sky.config import AnyTrainConfig, LoRAConfig, ModelOptions, TrainConfig
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -193,7 +193,7 @@ class ModelStatus(Wire):
 class TrainRequest(Wire):
     request_id: RequestId
     batch: Sha256  # uploaded before with PUT .../blobs/<sha256>
-    config: TrainConfig = TrainConfig()
+    config: AnyTrainConfig = TrainConfig()
 
 
 JobState = Literal["queued", "running", "committing", "committed", "failed", "cancelled"]
@@ -314,7 +314,7 @@ class TrainTask(Wire):
 
     `parent_dir` and `out_dir` hold `adapter/adapter_model.safetensors`, `adapter/adapter_config.json` (PEFT) and
     `trainer/optimizer.safetensors`, `trainer/state.json`; so does `reference_dir`, the step of
-    `config.kl_penalty_reference_step`.
+    `config.kl_penalty_reference_step`. With an SFTConfig the batch is what `art_sky.server.examples` makes of it.
     """
 
     request_id: str
@@ -323,7 +323,7 @@ class TrainTask(Wire):
     reference_dir: str | None = None
     batch_path: str
     out_dir: str
-    config: TrainConfig
+    config: AnyTrainConfig
 
 
 class TrainOutcome(Wire):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from art_sky.client.model import Model, TrainableModel
-    from art_sky.config import TrainConfig
+    from art_sky.config import SFTConfig, TrainConfig
     from art_sky.schemas import (
         Checkpoint,
         Exchange,
@@ -26,7 +26,11 @@ class Backend(Protocol):
     async def register(self, model: Model[Any]) -> ModelStatus: ...
 
     async def train_request(
-        self, model: TrainableModel[Any], groups: Iterable[TrajectoryGroup], config: TrainConfig, request_id: str
+        self,
+        model: TrainableModel[Any],
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | SFTConfig,
+        request_id: str,
     ) -> TrainResult:
         """Applies one batch at most once per `request_id` (rule R3), however often it is called."""
         ...

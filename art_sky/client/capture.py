@@ -9,7 +9,7 @@ from typing import Any
 from art_sky.client.summary import check_metrics
 from art_sky.errors import MissingTokens, NotFound
 from art_sky.schemas import Exchange
-from art_sky.training.choices import check_groups, choices
+from art_sky.training.choices import check_examples, check_groups, choices
 from art_sky.trajectories import (
     WITH_ARRAYS,
     History,
@@ -27,11 +27,13 @@ _LOOKUPS_AT_ONCE = 16
 Find = Callable[[str], Awaitable[Exchange]]
 
 
-async def prepare(groups: Sequence[TrajectoryGroup], find: Find | None) -> list[dict[str, Any]]:
+async def prepare(
+    groups: Sequence[TrajectoryGroup], find: Find | None, *, examples: bool = False
+) -> list[dict[str, Any]]:
     """The JSON form of the groups for `art_sky.store.batches`, with arrays, checked for training.
 
     A choice that lost what the server put on it is found again by its completion's id through `find`. With
-    `find=None` the model is not trained and choices may be anybody's.
+    `find=None` the model is not trained and choices may be anybody's; `examples` are for supervised fine-tuning.
 
     Raises MissingTokens, InvalidReward or InvalidInput naming group, trajectory and message.
     """
@@ -43,6 +45,8 @@ async def prepare(groups: Sequence[TrajectoryGroup], find: Find | None) -> list[
     if find is not None:
         await _restore(written, find)
         await asyncio.to_thread(check_groups, [*written])
+    if examples:
+        check_examples(written)
     return written
 
 

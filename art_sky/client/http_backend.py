@@ -18,11 +18,11 @@ from art_sky.client import routes
 from art_sky.client.capture import prepare
 from art_sky.client.checkpoints import write_file
 from art_sky.client.jobs import JobFollower
-from art_sky.client.model import Model, TrainableModel, new_request_id
+from art_sky.client.model import Model, TrainableModel, as_groups, new_request_id
 from art_sky.client.progress import progress_bar
 from art_sky.client.refused import refuse_unknown
 from art_sky.client.transport import Transport
-from art_sky.config import TrainConfig, explain
+from art_sky.config import SFTConfig, TrainConfig, explain
 from art_sky.errors import InvalidInput, NotFound, VersionMismatch
 from art_sky.schemas import (
     Checkpoint,
@@ -41,7 +41,7 @@ from art_sky.schemas import (
     Wire,
 )
 from art_sky.store.batches import encode_batch
-from art_sky.trajectories import TrajectoryGroup
+from art_sky.trajectories import Trajectory, TrajectoryGroup
 
 log = logging.getLogger("art_sky")
 
@@ -105,15 +105,34 @@ class HttpBackend:
         config: TrainConfig = TrainConfig.parse(options)
         return await self.train_request(model, groups, config, request_id or new_request_id())
 
+    async def train_sft(
+        self,
+        model: TrainableModel[Any],
+        groups: Iterable[TrajectoryGroup] | Iterable[Trajectory],
+        *,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> TrainResult:
+        """Like `train`, but supervised; `options` are the fields of SFTConfig."""
+        known = set(SFTConfig.model_fields) - {"method"}
+        refuse_unknown("train_sft", {k: v for k, v in options.items() if k not in known}, sorted(known))
+        config: SFTConfig = SFTConfig.parse(options)
+        return await self.train_request(model, as_groups(groups), config, request_id or new_request_id())
+
     async def train_request(
-        self, model: TrainableModel[Any], groups: Iterable[TrajectoryGroup], config: TrainConfig, request_id: str
+        self,
+        model: TrainableModel[Any],
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | SFTConfig,
+        request_id: str,
     ) -> TrainResult:
         """Applies one batch at most once per `request_id`, however often it is called.
 
         Raises MissingTokens, InvalidReward and InvalidInput before anything is sent; TrainFailed, Cancelled and
         Conflict (the id was used with another batch) from the server.
         """
-        batch = await self._upload(model, list(groups), check=True)
+        sft = isinstance(config, SFTConfig)
+        batch = await self._upload(model, list(groups), check=not sft, examples=sft)
         request = _wire(TrainRequest, request_id=request_id, batch=batch, config=config).model_dump()
         http, path = await self._http(), routes.under(_route(model), "train")
 
@@ -237,9 +256,11 @@ class HttpBackend:
         await (await self._http()).json("POST", routes.MODELS, again, read_seconds=REGISTER_SECONDS)
         return await call()
 
-    async def _upload(self, model: Model[Any], groups: list[TrajectoryGroup], *, check: bool) -> str:
+    async def _upload(
+        self, model: Model[Any], groups: list[TrajectoryGroup], *, check: bool, examples: bool = False
+    ) -> str:
         """Stores the groups as one blob and returns its hash; what was stored before is not sent again."""
-        written = await prepare(groups, self.exchange if check else None)
+        written = await prepare(groups, self.exchange if check else None, examples=examples)
         data = await asyncio.to_thread(encode_batch, written)
         sha256 = hashlib.sha256(data).hexdigest()
         base = _route(model)

@@ -16,7 +16,7 @@ from art_sky import tracking
 from art_sky.client.refused import refuse_unknown
 from art_sky.client.rollout import Rollout
 from art_sky.client.summary import storable, summarize
-from art_sky.config import LoRAConfig, ModelOptions, TrainConfig
+from art_sky.config import LoRAConfig, ModelOptions, SFTConfig, TrainConfig
 from art_sky.errors import InvalidConfig, InvalidInput
 from art_sky.names import check_name
 from art_sky.schemas import LogResult, TrainResult
@@ -135,7 +135,7 @@ class Model(Generic[ConfigT]):
         Trajectories are stored, and their means (see `art_sky.client.summary`) become the row's metrics;
         `metrics` come on top. Logged twice, a row is updated and never doubled.
         """
-        groups = _groups(trajectories)
+        groups = as_groups(trajectories)
         row: dict[str, float | None] = {**(summarize(groups) if groups else {}), **storable(metrics or {})}
         result = await self.backend.log(self, groups, split, step, row)
         if self._tracking is not None:
@@ -245,9 +245,33 @@ class TrainableModel(Model[ConfigT]):
                 raise InvalidConfig(f"train takes {name} in its config; write config=TrainConfig({name}=...)")
         refuse_unknown("train", unknown, ["groups", "config", "request_id"])
         config = _settings("config", config, TrainConfig)
-        groups = _groups(groups)
+        groups = as_groups(groups)
         result = await self.backend.train_request(self, groups, config, request_id or new_request_id())
         await self.log(groups, "train", metrics=result.metrics, step=result.step)
+        return result
+
+    async def train_sft(
+        self,
+        trajectories: Iterable[TrajectoryGroup] | Iterable[Trajectory] | TrajectoryGroup,
+        config: SFTConfig | None = None,
+        *,
+        request_id: str | None = None,
+        **unknown: Any,
+    ) -> TrainResult:
+        """Trains one step on what assistants say in `trajectories`, and logs its metrics as split "sft".
+
+        Messages are rendered with the model's chat template; a Choice from this server keeps its tokens. Rewards play
+        no part. With the same `request_id` a repeated call applies the batch at most once. Raises InvalidInput naming
+        the turn that cannot be rendered exactly, TrainFailed when nothing was committed.
+        """
+        for name in unknown:
+            if name in SFTConfig.model_fields:
+                raise InvalidConfig(f"train_sft takes {name} in its config; write config=SFTConfig({name}=...)")
+        refuse_unknown("train_sft", unknown, ["trajectories", "config", "request_id"])
+        config = _settings("config", config, SFTConfig)
+        groups = as_groups(trajectories)
+        result = await self.backend.train_request(self, groups, config, request_id or new_request_id())
+        await self.log(split="sft", metrics=result.metrics, step=result.step)
         return result
 
     def rollout(self) -> Rollout:
@@ -276,7 +300,10 @@ def is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def _groups(given: Iterable[TrajectoryGroup] | Iterable[Trajectory] | TrajectoryGroup | None) -> list[TrajectoryGroup]:
+def as_groups(
+    given: Iterable[TrajectoryGroup] | Iterable[Trajectory] | TrajectoryGroup | None,
+) -> list[TrajectoryGroup]:
+    """What train and log take, as groups. Raises InvalidInput for anything else."""
     if given is None:
         return []
     items: list[Any] = [given] if isinstance(given, TrajectoryGroup) else list(given)
@@ -288,7 +315,7 @@ def _groups(given: Iterable[TrajectoryGroup] | Iterable[Trajectory] | Trajectory
     return items
 
 
-SettingsT = TypeVar("SettingsT", LoRAConfig, ModelOptions, TrainConfig)
+SettingsT = TypeVar("SettingsT", LoRAConfig, ModelOptions, TrainConfig, SFTConfig)
 
 
 def _settings(name: str, given: SettingsT | None, kind: type[SettingsT]) -> SettingsT:

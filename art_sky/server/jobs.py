@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
-from art_sky.config import TrainConfig
+from pydantic import TypeAdapter
+
+from art_sky.config import AnyTrainConfig, SFTConfig, TrainConfig
 from art_sky.errors import ArtSkyError, Busy, Cancelled, ChildDied, Conflict, NotFound, StoreError, TrainFailed
 from art_sky.schemas import (
     JOB_TERMINAL,
@@ -29,11 +31,17 @@ from art_sky.schemas import (
     TrainTask,
 )
 from art_sky.server.activity import Activity
+from art_sky.server.examples import as_examples
 from art_sky.server.models import Registry, ServedModel, step_files, versions
+from art_sky.server.render import ChatTemplate
+from art_sky.server.vocabulary import Vocabulary
+from art_sky.store.batches import decode_batch, encode_batch
 from art_sky.store.model_store import FINAL_OUTCOMES, Outcome
 from art_sky.store.progress import Progress
 
 log = logging.getLogger("art_sky.server")
+
+_CONFIG: TypeAdapter[TrainConfig | SFTConfig] = TypeAdapter(AnyTrainConfig)
 
 MAX_DEATHS = 3  # attempts that kill the trainer before the request is given up
 SILENT_SECONDS = 3600.0  # the longest one micro-batch, or the trainer's start, may take
@@ -271,9 +279,11 @@ class Jobs:
         await asyncio.to_thread(model.store.fetch_files, model.head_manifest, parent)
         await asyncio.to_thread(_fetch_batch, model, record.batch, work / "batch")
         (work / "out").mkdir()
-        config = TrainConfig(**record.config)
+        config = _CONFIG.validate_python(record.config)
         reference = None
-        if config.kl_penalty_reference_step is not None:
+        if isinstance(config, SFTConfig):
+            await asyncio.to_thread(_render, work / "batch", model.template, self._registry.vocabulary, config)
+        elif config.kl_penalty_reference_step is not None:
             reference = work / "reference"
             _, manifest = model.steps[model.check_step(config.kl_penalty_reference_step)]
             await asyncio.to_thread(model.store.fetch_files, manifest, reference)
@@ -463,6 +473,11 @@ def _end(job: LiveJob, attempt: AttemptRecord, outcome: Outcome, message: str | 
 
 def _deaths(job: LiveJob) -> int:
     return sum(a.outcome == "trainer_died" for a in job.model.store.attempts(job.record.request))
+
+
+def _render(batch: Path, template: ChatTemplate, vocabulary: Vocabulary, config: SFTConfig) -> None:
+    examples = as_examples(decode_batch(batch.read_bytes()), template, vocabulary, config)
+    batch.write_bytes(encode_batch(examples))
 
 
 def _fetch_batch(model: ServedModel, batch: FileRef, target: Path) -> None:

@@ -72,6 +72,23 @@ class ChatTemplate:
         safe = [self._safe(v, marker) for v in (plain, tools or None, options or {})]
         return Rendered(self._run(safe[0], safe[1], safe[2]), marker)
 
+    def turn(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[Rendered, Rendered]:
+        """The prompt for the last message, an assistant's, and what is behind it when that message is there.
+
+        Raises InvalidInput where the conversation does not begin with its own prompt, InvalidBody as `render` does.
+        """
+        plain = [self._message(m, i) for i, m in enumerate(messages)]
+        marker = _unused_marker([plain, tools])
+        safe, offered = [self._safe(m, marker) for m in plain], self._safe(tools or None, marker)
+        prompt = self._run(safe[:-1], offered, {})
+        whole = self._run(safe, offered, {}, generate=False)
+        if not whole.startswith(prompt):
+            raise InvalidInput(
+                "the chat template renders a conversation unlike the prompt of its last turn, so what the model is to "
+                "write there is not known exactly; give another template by the option `chat_template`"
+            )
+        return Rendered(prompt, marker), Rendered(whole[len(prompt) :], marker)
+
     def neutral(self, text: str, marker: str) -> str:
         """`text` as it would stand in a rendered prompt."""
         return self._special.sub(lambda m: m.group(0) + marker, _SURROGATE.sub("\ufffd", text))

@@ -27,6 +27,30 @@ def check_groups(groups: list[Mapping[str, Any]]) -> None:
                 check_choice(choice, where)
 
 
+def check_examples(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidInput naming the first trajectory in which no assistant speaks, or the turn that says nothing."""
+    for g, group in enumerate(groups):
+        for t, trajectory in enumerate(group["trajectories"]):
+            where, turns = f"group {g}, trajectory {t}", 0
+            for history, items in histories(trajectory):
+                for m, item in enumerate(items):
+                    if is_assistant(item):
+                        turns += 1
+                        message = item.get("message", item)
+                        if not any(message.get(k) for k in ("content", "tool_calls")) and not item.get("token_ids"):
+                            raise InvalidInput(
+                                f"{where}{history}, message {m}: the assistant says nothing; give it content or "
+                                f"tool_calls, or leave the message out"
+                            )
+            if not turns:
+                raise InvalidInput(f"{where}: no assistant speaks, so there is nothing to learn; leave it out")
+
+
+def is_assistant(item: Mapping[str, Any]) -> bool:
+    """Whether an entry of `messages_and_choices` is what a model said, sampled here or not."""
+    return is_choice(item) or item.get("role") == "assistant"
+
+
 def check_reward(reward: object, where: str) -> float:
     """The reward as a float; raises InvalidReward unless it is a finite number."""
     if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not abs(reward) <= _MAX_REWARD:

@@ -7,29 +7,27 @@ from collections.abc import Mapping
 
 import torch
 
-from art_sky.config import TrainConfig
+from art_sky.config import TrainConfig, UpdateConfig
+from art_sky.schedules import rate_at
 from art_sky.training.objective import not_finite
 from art_sky.training.state import TrainerState
 
 
-def learning_rate(config: TrainConfig, updates: int) -> float:
-    """That of the next update, when the model has had `updates` of them: a rise from 0, then the schedule.
-
-    `cosine`: half a wave down to `lr_end_ratio` (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, one cycle).
-    """
-    if updates < config.warmup_updates:
-        return config.learning_rate * (updates + 1) / config.warmup_updates
-    if config.lr_schedule == "constant" or config.lr_schedule_updates is None:
-        return config.learning_rate
-    done = (updates - config.warmup_updates) / (config.lr_schedule_updates - config.warmup_updates)
-    left = 1 - min(done, 1.0)
-    if config.lr_schedule == "cosine":
-        left = (1 - math.cos(math.pi * left)) / 2
-    end = config.lr_end_ratio or 0.0
-    return config.learning_rate * (end + (1 - end) * left)
+def learning_rate(config: TrainConfig, state: TrainerState) -> float:
+    """That of the next update, by the number of updates that the model has had; those of fine-tuning do not count."""
+    return rate_at(
+        state.updates - state.sft_updates,
+        config.learning_rate,
+        config.lr_schedule,
+        config.lr_schedule_updates,
+        warmup=config.warmup_updates,
+        end_ratio=config.lr_end_ratio or 0.0,
+    )
 
 
-def update(parameters: Mapping[str, torch.nn.Parameter], state: TrainerState, config: TrainConfig) -> float:
+def update(
+    parameters: Mapping[str, torch.nn.Parameter], state: TrainerState, config: UpdateConfig, learning_rate: float
+) -> float:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) on float32 state; returns the gradient's norm before
     clipping, and clears the gradient.
 
@@ -40,7 +38,7 @@ def update(parameters: Mapping[str, torch.nn.Parameter], state: TrainerState, co
         raise not_finite("gradient", norm)
     optimizer = torch.optim.AdamW(
         parameters.values(),
-        lr=learning_rate(config, state.updates),
+        lr=learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         weight_decay=config.weight_decay,
     )

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from art_sky.config import TrainConfig
+from art_sky.config import SFTConfig, TrainConfig
 from art_sky.errors import InvalidInput, SequenceTooLong
 from art_sky.store.batches import is_choice
 from art_sky.training.advantages import advantages, skip_reason
@@ -102,16 +102,44 @@ def build_batch(
             batch.splits += splits
             batch.cut_off += cut_off
             batch.without_tokens += not made
-            too_long = [s for s in made if len(s) > limit]
-            if too_long and config.too_long == "refuse":
-                raise SequenceTooLong(
-                    f"group {g}, trajectory {t}: a sequence of {len(too_long[0])} tokens is longer than {limit}; drop "
-                    f"such trajectories (too_long='drop' does it), or raise max_sequence_tokens up to the model's "
-                    f"{context_length}"
-                )
-            batch.too_long += len(too_long)
-            batch.sequences += [s for s in made if len(s) <= limit and s.trained]
+            batch.sequences += _allowed(
+                batch, made, f"group {g}, trajectory {t}", limit, config.too_long, context_length
+            )
     return batch
+
+
+def build_examples(
+    groups: Sequence[Mapping[str, Any]], config: SFTConfig, *, vocab_size: int, context_length: int
+) -> Batch:
+    """The sequences of a batch for supervised fine-tuning (`art_sky.server.examples`): trajectories are numbered
+    through, have advantage 1, and count as one group, whose shared beginnings are computed once.
+
+    Raises MissingTokens, SequenceTooLong or InvalidInput naming group, trajectory and message.
+    """
+    batch = Batch(groups=len(groups))
+    limit = min(context_length, config.max_sequence_tokens or context_length)
+    for g, group in enumerate(groups):
+        for t, trajectory in enumerate(group["trajectories"]):
+            made, splits, _ = _sequences(trajectory, g, t, 1.0, vocab_size, False)
+            batch.splits += splits
+            kept = _allowed(batch, made, f"group {g}, trajectory {t}", limit, config.too_long, context_length)
+            batch.sequences += [replace(s, group=0, trajectory=len(batch.rewards)) for s in kept]
+            batch.rewards.append(0.0)
+    return batch
+
+
+def _allowed(
+    batch: Batch, made: list[TokenSequence], where: str, limit: int, too_long: str, context_length: int
+) -> list[TokenSequence]:
+    """Those with trained tokens that are at most `limit` long; the others are counted or refused."""
+    beyond = [s for s in made if len(s) > limit]
+    if beyond and too_long == "refuse":
+        raise SequenceTooLong(
+            f"{where}: a sequence of {len(beyond[0])} tokens is longer than {limit}; drop such trajectories "
+            f"(too_long='drop' does it), or raise max_sequence_tokens up to the model's {context_length}"
+        )
+    batch.too_long += len(beyond)
+    return [s for s in made if len(s) <= limit and s.trained]
 
 
 def _sequences(

@@ -2,8 +2,8 @@
 
 `adapter/adapter_model.safetensors` and `adapter/adapter_config.json` are what PEFT's `save_pretrained` writes;
 `trainer/optimizer.safetensors` holds the AdamW moments under `exp_avg.<name>` and `exp_avg_sq.<name>`;
-`trainer/state.json` the number of updates. Training draws no random numbers (dropout is 0, order is fixed), so
-that is the whole state: going on from files equals going on in memory, bit for bit.
+`trainer/state.json` the number of updates, and how many of them were supervised. Training draws no random numbers
+(dropout is 0, order is fixed), so that is the whole state: going on from files equals going on in memory, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ OPTIMIZER, STATE = "trainer/optimizer.safetensors", "trainer/state.json"
 
 @dataclass
 class TrainerState:
-    """Tensors are float32 and named as PEFT names the adapter's; `updates` counts all optimizer updates so far."""
+    """Tensors are float32 and named as PEFT names the adapter's; `updates` counts all optimizer updates so far,
+    `sft_updates` those of supervised fine-tuning, which RL's learning-rate schedules do not count."""
 
     adapter_config: dict[str, Any]
     adapter: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
     updates: int
+    sft_updates: int = 0
 
     @classmethod
     def fresh(cls, adapter_config: dict[str, Any], adapter: Mapping[str, Tensor]) -> TrainerState:
@@ -58,7 +60,8 @@ def load(folder: Path) -> TrainerState:
         if state["format"] != FORMAT:
             raise CorruptObject(f"{folder / STATE} has format {state['format']}; install the art-sky that wrote it")
         exp_avg, exp_avg_sq = ({k: moments[f"{m}.{k}"] for k in adapter} for m in ("exp_avg", "exp_avg_sq"))
-        return TrainerState(config, adapter, exp_avg, exp_avg_sq, int(state["updates"]))
+        updates, supervised = int(state["updates"]), int(state.get("sft_updates", 0))
+        return TrainerState(config, adapter, exp_avg, exp_avg_sq, updates, supervised)
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as e:
         raise CorruptObject(
             f"the step in {folder} cannot be read: {type(e).__name__}: {e}; unpack it from the store again"
@@ -72,7 +75,8 @@ def save(state: TrainerState, folder: Path) -> None:
     _write(folder / ADAPTER, safetensors.torch.save(_plain(state.adapter), {"format": "pt"}))
     _write(folder / ADAPTER_CONFIG, _json(state.adapter_config))
     _write(folder / OPTIMIZER, safetensors.torch.save(_plain(moments)))
-    _write(folder / STATE, _json({"format": FORMAT, "updates": state.updates}))
+    counts = {"format": FORMAT, "updates": state.updates, "sft_updates": state.sft_updates}
+    _write(folder / STATE, _json(counts))
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

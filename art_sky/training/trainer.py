@@ -60,7 +60,7 @@ def train(
     parts = make_parts(batch.sequences, config, share=policy.not_packed is None)
     segments = [s for part in parts for top in part.segments for s in top.walk()]
     scorings = (config.kl_penalty_coef > 0) + needs_own_logprobs(config)
-    count = _Count(progress, (config.epochs + scorings) * len(segments))
+    count = PassCount(progress, (config.epochs + scorings) * len(segments))
 
     def score(segments: Sequence[Segment], table: TokenTable) -> Tensor:
         return passes.score(policy, segments, table, count)
@@ -86,8 +86,8 @@ def train(
         for part in parts:
             objective = PolicyObjective(part, config, score)
             passes.backward(policy, part.segments, part.table, objective, count)
-            rates.append(learning_rate(config, state.updates))
-            norms.append(update(parameters, state, config))
+            rates.append(learning_rate(config, state))
+            norms.append(update(parameters, state, config, rates[-1]))
             losses.append(objective.loss)
             seen[-1] += objective.seen
     seconds = time.monotonic() - began
@@ -129,7 +129,7 @@ def describe(batch: Batch) -> Metrics:
     }
 
 
-class _Count:
+class PassCount:
     """Counts passes for the progress of a call."""
 
     def __init__(self, progress: Progress, of: int) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from art_sky.config import SFTConfig
 from art_sky.errors import Cancelled, InvalidInput, NoDiskSpace, StoreError, TrainFailed
 from art_sky.schemas import InitTask, TrainOutcome, TrainTask
 from art_sky.store.batches import decode_batch
@@ -42,8 +43,8 @@ class Worker:
         return {}
 
     def train(self, call: Call) -> dict[str, Any]:
-        from art_sky.training import state, trainer
-        from art_sky.training.sequences import build_batch
+        from art_sky.training import sft, state, trainer
+        from art_sky.training.sequences import build_batch, build_examples
 
         task = TrainTask.model_validate(call.params)
 
@@ -58,20 +59,24 @@ class Worker:
         began = time.monotonic()
         with _typed():
             policy = self._load()
-            batch = build_batch(
-                decode_batch(Path(task.batch_path).read_bytes()),
-                task.config,
-                vocab_size=policy.vocab_size,
-                context_length=policy.context_length,
-            )
-            reason = batch.reason(task.config.kl_penalty_coef > 0)
+            groups = decode_batch(Path(task.batch_path).read_bytes())
+            limits = {"vocab_size": policy.vocab_size, "context_length": policy.context_length}
+            if isinstance(task.config, SFTConfig):
+                batch = build_examples(groups, task.config, **limits)
+                reason = batch.reason()
+            else:
+                batch = build_batch(groups, task.config, **limits)
+                reason = batch.reason(task.config.kl_penalty_coef > 0)
             if reason is not None:
                 metrics = {**trainer.describe(batch), "time/train_seconds": time.monotonic() - began}
                 return TrainOutcome(updates=0, reason=reason, metrics=metrics).model_dump()
             step = state.load(Path(task.parent_dir))
             reference = state.load(Path(task.reference_dir)) if task.reference_dir else None
             before = step.updates
-            metrics = trainer.train(policy, step, batch, task.config, progress, reference)
+            if isinstance(task.config, SFTConfig):
+                metrics = sft.train(policy, step, batch, task.config, progress)
+            else:
+                metrics = trainer.train(policy, step, batch, task.config, progress, reference)
             state.save(step, Path(task.out_dir))
         metrics["time/train_seconds"] = time.monotonic() - began
         return TrainOutcome(updates=step.updates - before, metrics=metrics).model_dump()

@@ -50,6 +50,10 @@ SIGNATURES = {
     "TrainableModel.rollout": "(self)",
     "ServerBackend": "(base_url, token, *, patience=60.0, cancel_jobs=True)",
     "ServerBackend.train": "(self, model, groups, *, request_id=None, **options)",
+    "TrainableModel.train_sft": "(self, trajectories, config=None, *, request_id=None, **unknown)",
+    "ServerBackend.train_sft": "(self, model, groups, *, request_id=None, **options)",
+    "create_lr_schedule": "(total_steps, peak_lr, method='linear', warmup_steps=0, min_lr=0.0)",
+    "iterate_file": "(file_path, epochs=1, shuffle_buffer_size=10000, seed=42, initial_skip=0)",
     "ServerBackend.train_request": "(self, model, groups, config, request_id)",
     "ServerBackend.download_checkpoint": "(self, model, step, folder, *, optimizer=False)",
     "LocalBackend": "(path='.art-sky', *, store=None, engine=None, state_dir=None, start_seconds=60.0, "
