@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 WITH_VLLM := ART_SKY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 ARGS ?=
+# The simulated cloud's own interpreter: the one that its nodes run.
+FAKECLOUD_PYTHON := /usr/bin/python3.11
 
-.PHONY: demo test test-slow test-vllm vllm lint bench clean help
+.PHONY: demo test test-slow test-vllm test-cloud vllm fakecloud-env fakecloud-full fakecloud-shell lint bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -24,13 +26,25 @@ test: $(VENV)/.dev  ## the default test suite; ARGS="-k store" passes options
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the suites that take minutes
-	$(BIN)/python -m pytest -m slow --timeout=1200 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not cloud" --timeout=1200 $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.made  ## the suite that runs a real vLLM on this machine's CPU
 	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --timeout=900 $(ARGS)
 
 vllm: $(VLLM)/.made  ## an environment with vLLM's CPU build, for `--engine vllm`
 	@echo 'export ART_SKY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python'
+
+test-cloud: $(VENV)/.dev fakecloud-env  ## the suites on the simulated cloud (root on Debian 12); ARGS passes options
+	$(BIN)/python -m pytest -m "cloud and not slow" --timeout=900 $(ARGS)
+
+fakecloud-full: $(VENV)/.dev fakecloud-env  ## all of them, the minutes-long ones included
+	$(BIN)/python -m pytest -m cloud --timeout=3600 $(ARGS)
+
+fakecloud-shell: fakecloud-env  ## a shell on the laptop of a simulated cloud
+	$(FAKECLOUD_PYTHON) tests/fakecloud/fakecloud_shell.py
+
+fakecloud-env:  ## builds what the simulated cloud is made of, once, outside this folder
+	TORCH="$(TORCH)" $(FAKECLOUD_PYTHON) tests/fakecloud/fakecloud_environment.py
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .
