@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,18 +56,46 @@ def check(say: Say) -> dict[str, str | None]:
     return {cloud.lower(): None for cloud in enabled}
 
 
-def launch(say: Say, task: dict[str, Any], node: str, cloud: str, region: str) -> dict[str, Any]:
-    """Returns the machine's facts once the job was handed to the node."""
+def launch(say: Say, task: dict[str, Any], node: str, cloud: str, region: str, key_on_node: bool) -> dict[str, Any]:
+    """Returns the machine's facts once the job was handed to the node. `key_on_node`: the account's key of this cloud
+    stays there, for its node agent and our guard."""
     import sky
 
-    with _typed(launching=True):
-        made = sky.Task.from_yaml_config(task)
+    def heard(event: dict[str, Any]) -> None:
+        say(event)
+        # At its first moment: whoever dies after this, the guard's power-off ends the bill.
+        if cloud == "aws" and "Instance is up" in event["text"]:
+            aws_direct.end_on_power_off(node, region)
+
+    log = _Lines(heard)
+    with _typed(log):
+        delete = " ".join(map(_shell_path, copied_keys(cloud if key_on_node else None)))
+        made = sky.Task.from_yaml_config({**task, "setup": f"rm -rf {delete}\n{task['setup']}"})
         request = sky.launch(made, cluster_name=node)
         say({"event": "request", "id": str(request)})
-        sky.stream_and_get(request, output_stream=_Lines(say))
+        sky.stream_and_get(request, output_stream=log)
         if cloud == "aws":
             aws_direct.end_on_power_off(node, region)
+            for stray in aws_direct.terminate_strays(node, region):
+                say({"event": "log", "text": f"{stray} was made twice and is ended"})
     return find(say, node, cloud, region)
+
+
+def copied_keys(kept: str | None) -> list[str]:
+    """Paths on a node at which SkyPilot may put keys of this computer although our settings forbid all that can be
+    forbidden (`sky.check.get_cloud_credential_file_mounts`); without those of the cloud `kept`."""
+    from sky import skypilot_config
+    from sky.adaptors import cloudflare, coreweave, huggingface, vastdata
+    from sky.utils import registry
+
+    # Where SkyPilot leaves a second copy of each file, and its own SSH key: both only for clusters of several nodes.
+    paths = {huggingface.HF_TOKEN_PATH, "~/.sky/.runtime_files", "~/.ssh/sky-cluster-key"}
+    for name, cloud in registry.CLOUD_REGISTRY.items():
+        if name != kept and skypilot_config.get_nested((name, "remote_identity"), None) is None:
+            paths.update(cloud.get_credential_file_mounts())
+    for store in (cloudflare, coreweave, vastdata):
+        paths.update(store.get_credential_file_mounts())
+    return sorted(paths)
 
 
 def find(say: Say, node: str, cloud: str, region: str) -> dict[str, Any]:
@@ -173,19 +202,31 @@ def _ssh(record: Any | None) -> dict[str, Any]:
     }
 
 
-class _Lines:
-    """A text stream that says each line; SkyPilot's colours and carriage returns are taken off."""
+def _shell_path(path: str) -> str:
+    """Quoted, but for a tilde in front that the node's shell shall expand."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
-    _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+class _Lines:
+    """A text stream that says each line; SkyPilot's colours and carriage returns are taken off. `refusal` is the last
+    one of a cloud, which SkyPilot's own error does not repeat."""
+
+    _REFUSAL = re.compile(r"An error occurred \(\w+\).*|\S*(?:quota|POOL_EXHAUSTED).*", re.IGNORECASE)
 
     def __init__(self, say: Say) -> None:
         self._say, self._rest = say, ""
+        self.refusal = ""
 
     def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + self._CONTROL.sub("", text)).split("\n")
+        *lines, self._rest = (self._rest + _CONTROL.sub("", text)).split("\n")
         for line in lines:
             if line.strip():
                 self._say({"event": "log", "text": line})
+                if found := self._REFUSAL.search(line):
+                    self.refusal = found[0]
         return len(text)
 
     def flush(self) -> None:
@@ -193,30 +234,27 @@ class _Lines:
 
 
 class _typed:
-    """SkyPilot's and botocore's errors as ours. `launching`: a machine may exist after an unknown one."""
+    """SkyPilot's and botocore's errors as ours. `launch`: the log of one, after whose errors a machine may exist."""
 
-    def __init__(self, launching: bool = False) -> None:
-        self._launching = launching
+    def __init__(self, launch: _Lines | None = None) -> None:
+        self._launch = launch
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, ArtSkyError | ModuleNotFoundError):
-            raise _as_ours(error, self._launching) from error
+            raise _as_ours(error, self._launch) from error
 
 
-_QUOTA = re.compile(r"quota|limit ?exceeded|VcpuLimitExceeded", re.IGNORECASE)
-_CAPACITY = re.compile(
-    r"InsufficientInstanceCapacity|capacity|ZONE_RESOURCE_POOL_EXHAUSTED|no resources", re.IGNORECASE
-)
+_QUOTA = re.compile(r"quota|limit ?exceeded", re.IGNORECASE)
 
 
-def _as_ours(error: Exception, launching: bool) -> ArtSkyError:
+def _as_ours(error: Exception, launch: _Lines | None) -> ArtSkyError:
     from botocore import exceptions as aws
     from sky import exceptions
 
-    text = " ".join(str(error).split())[:600]
+    text = " ".join(_CONTROL.sub("", str(error)).split())[:600]
     if isinstance(error, exceptions.APIVersionMismatchError):
         return ProviderUnavailable(
             "your SkyPilot server is of another version than the installed SkyPilot; run `sky api stop` when no "
@@ -227,11 +265,12 @@ def _as_ours(error: Exception, launching: bool) -> ArtSkyError:
     if isinstance(error, aws.NoCredentialsError | exceptions.NoCloudAccessError | exceptions.InvalidCloudCredentials):
         return NoCredentials(f"no usable credentials: {text}; run `sky check`, which says how to set them up")
     if isinstance(error, exceptions.ResourcesUnavailableError):
-        if _QUOTA.search(text):
-            return NoQuota(f"the account's quota does not allow this machine: {text}; ask your cloud for more, or name "
+        why = launch.refusal if launch is not None and launch.refusal else text
+        if _QUOTA.search(why):
+            return NoQuota(f"the account's quota does not allow this machine: {why}; ask your cloud for more, or name "
                            "another --gpu or --region")  # fmt: skip
-        return NoCapacity(f"the cloud has no such machine now: {text}; the next candidate is tried")
-    if launching:
+        return NoCapacity(f"the cloud has no such machine now: {why}; the next candidate is tried")
+    if launch is not None:
         return LaunchFailed(f"{type(error).__name__}: {text}; see `art-sky logs`, then launch again")
     return ProviderUnavailable(f"{type(error).__name__}: {text}; try again, or see `sky status`")
 

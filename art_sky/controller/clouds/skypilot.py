@@ -4,9 +4,10 @@ Each call runs in a process of its own (`sky_worker`): SkyPilot costs 1.5 s and 
 then be killed. What a launch asked for is kept in `home()/controller/orders/<node>.json` before it is asked for, so
 that another process can find and end the machine.
 
-Keys: SkyPilot copies the credential files of every cloud onto each machine unless told otherwise for each. Its
-settings for one call come from a project config that we write: the cloud of the machine gets SERVICE_ACCOUNT (an
-instance role), every other cloud NO_UPLOAD.
+Keys: SkyPilot copies the credential files of every cloud onto each machine. Where it has a setting against that, the
+project config that we write for one call uses it: the cloud of the machine gets SERVICE_ACCOUNT (an instance role),
+every other one NO_UPLOAD. For the rest (Lambda, RunPod, R2, the Hugging Face token ...) it has none: there the first
+line of setup deletes them (`sky_worker.copied_keys`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from art_sky.node.task import task_yaml
 WORKER = (sys.executable, "-m", "art_sky.controller.clouds.sky_worker")
 # Seconds until a call is killed. A launch is bound by the controller's own deadline for setup, too.
 DEADLINES = {"check": 60, "launch": 2400, "find": 120, "end": 300, "machines": 300}
-# All that SkyPilot has a `remote_identity` setting for and whose key files it would copy.
-_KEYED_CLOUDS = ("aws", "azure", "gcp", "ibm", "lambda", "nebius", "oci", "runpod", "vsphere")
+# All clouds that SkyPilot's config has the setting `remote_identity` for (`get_config_schema` of 0.14.1).
+_KEYED_CLOUDS = ("aws", "azure", "gcp", "kubernetes", "nebius", "oci", "slurm", "ssh", "vast")
 NODE_FOLDER = "~/.art-sky-node"
 
 
@@ -72,13 +73,20 @@ class SkyPilotProvider:
         self._remember(node, {"cloud": offer.cloud, "region": offer.region, "request": None})
         task = task_config(order, folder / "node.json")
 
+        phase = "provisioning"
+
         def heard(event: dict[str, Any]) -> None:
+            nonlocal phase
             if event["event"] == "request":
                 self._remember(node, {"cloud": offer.cloud, "region": offer.region, "request": event["id"]})
             elif event["event"] == "log":
-                progress(phase_of(event["text"]), event["text"])
+                phase = phase_of(event["text"]) or phase
+                progress(phase, event["text"])
 
-        call = {"task": task, "node": node, "cloud": offer.cloud, "region": offer.region}
+        call = {
+            "task": task, "node": node, "cloud": offer.cloud, "region": offer.region,
+            "key_on_node": order.cloud_key_on_node and cloud_facts(offer.cloud).node_agent == "account key",
+        }  # fmt: skip
         return _machine(self._call("launch", call, heard, node=node, config=key_policy(offer.cloud, order.node_role)))
 
     def find(self, node: str) -> Machine:
@@ -141,6 +149,7 @@ class SkyPilotProvider:
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
+                cwd=self._folder,  # which Python searches first: never a folder of the user's with modules in it
                 env={**self._environment, "SKYPILOT_PROJECT_CONFIG": str(config_file)},
             )
             if node is not None:
@@ -182,14 +191,13 @@ class SkyPilotProvider:
 
 
 def key_policy(launched_on: str, role: str | None) -> dict[str, Any]:
-    """SkyPilot's settings under which no key of this computer reaches a machine of the cloud `launched_on`; that
-    cloud's own key goes along only where its node agent has no other way, which the plan has asked about. `role`:
-    an AWS instance profile instead of the one that SkyPilot makes."""
-    own = "LOCAL_CREDENTIALS" if cloud_facts(launched_on).node_agent == "account key" else "SERVICE_ACCOUNT"
-    if role is not None and launched_on == "aws":
-        own = role
-    clouds = {*_KEYED_CLOUDS, launched_on}
-    return {c: {"remote_identity": own if c == launched_on else "NO_UPLOAD"} for c in sorted(clouds)}
+    """SkyPilot's settings under which it copies as few keys of this computer as it can be told to, to a machine of the
+    cloud `launched_on`. `role`: an AWS instance profile instead of the one that SkyPilot makes."""
+    policy = {cloud: {"remote_identity": "NO_UPLOAD"} for cloud in _KEYED_CLOUDS}
+    if cloud_facts(launched_on).node_agent == "role":
+        own = role if role is not None and launched_on == "aws" else "SERVICE_ACCOUNT"
+        policy[launched_on] = {"remote_identity": own}
+    return policy
 
 
 def task_config(order: NodeOrder, node_json: Path) -> dict[str, Any]:
