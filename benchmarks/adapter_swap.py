@@ -126,7 +126,7 @@ def main() -> None:
         notes += f"; no vLLM: ${VARIABLE} is not set"
     line = {
         "bench": "adapter_swap",
-        "case": options.model,
+        "case": Path(options.model).name,
         "ours": ours,
         "peers": peers,
         "ratio": ratio,
