@@ -143,6 +143,7 @@ class VllmProcess:
                     "-I",  # by its file, as vLLM's environment knows nothing of this package
                     vllm_keeper.__file__,
                     str(theirs),
+                    str(folder),
                     *self._command(socket),
                     pass_fds=[theirs],
                     stdin=asyncio.subprocess.DEVNULL,

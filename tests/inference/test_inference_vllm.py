@@ -331,7 +331,10 @@ asyncio.run(main())
     finally:
         server.kill()
         server.wait()
-    _wait(lambda: not alive(calls.all("start")[0]["pid"]))
+    (started,) = calls.all("start")
+    _wait(lambda: not alive(started["pid"]))
+    folder = Path(started["argv"][started["argv"].index("--uds") + 1]).parent
+    _wait(lambda: not folder.exists())
 
 
 def _wait(true: Callable[[], bool], seconds: float = 30.0) -> None:
