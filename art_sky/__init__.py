@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from art_sky.client.rollout import Rollout as Rollout
     from art_sky.client.sft import iterate_file as iterate_file
     from art_sky.client.sft import train_sft_from_file as train_sft_from_file
+    from art_sky.client.skypilot_backend import SkyPilotBackend as SkyPilotBackend
     from art_sky.config import EngineConfig as EngineConfig
     from art_sky.config import LoRAConfig as LoRAConfig
     from art_sky.config import ModelOptions as ModelOptions
@@ -55,6 +56,7 @@ _HOME = {
     "client.model": ["Model", "TrainableModel"],
     "client.rollout": ["Rollout"],
     "client.sft": ["iterate_file", "train_sft_from_file"],
+    "client.skypilot_backend": ["SkyPilotBackend"],
     "config": ["EngineConfig", "LoRAConfig", "ModelOptions", "SFTConfig", "TrainConfig"],
     "schedules": ["create_lr_schedule"],
     "schemas": ["TrainResult"],
@@ -65,7 +67,6 @@ _MODULE_OF = {name: f"art_sky.{module}" for module, names in _HOME.items() for n
 # Names of ART that are different here, and what to write instead.
 _INSTEAD = {
     "dev": "give the options as fields of TrainConfig, LoRAConfig, ModelOptions and EngineConfig",
-    "SkyPilotBackend": "start a server with `art-sky launch` and use art_sky.connect(name), or use LocalBackend",
     "ServerlessBackend": "use LocalBackend, or art_sky.connect(name) for a launched server",
     "TinkerBackend": "use LocalBackend, or art_sky.connect(name) for a launched server",
     "PydanticException": "failed rollouts are RolloutError",

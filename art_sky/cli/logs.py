@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
+from art_sky.cli.rented import find_rented
 from art_sky.controller.clouds.local import LocalCloud
 from art_sky.controller.logs import LogTail
+from art_sky.controller.registry import Registry, registry_file
 
 _POLL_SECONDS = 0.2
 
@@ -22,6 +25,9 @@ def command(name: str, follow: bool, lines: int) -> None:
 
     With -f it goes on through rotation and truncation of the file, and ends when the cluster is down.
     """
+    view = find_rented(name, over=True)
+    if view is not None and (view["state"] != "down" or not LocalCloud().has(name)):
+        return _rented_logs(view, follow)
     cloud = LocalCloud()
     tail = LogTail(Path(cloud.get(name).log_file), lines)
     try:
@@ -36,3 +42,17 @@ def command(name: str, follow: bool, lines: int) -> None:
         tail.close()
     if follow:
         click.echo(f"cluster {name!r} is {cloud.get(name).state}", err=True)
+
+
+def _rented_logs(view: dict[str, Any], follow: bool) -> None:
+    """What the controller did, then what setup and server wrote on the machine."""
+    from art_sky.controller.__main__ import make_provider
+
+    registry = Registry(registry_file())
+    try:
+        for _, at, text in registry.events(view["id"]):
+            click.echo(f"{time.strftime('%H:%M:%S', time.localtime(at))} controller: {text}")
+    finally:
+        registry.close()
+    if view["node"] is not None and view["state"] != "down":
+        make_provider().logs(view["node"]["name"], follow, lambda text: click.echo(text, nl=False))

@@ -21,6 +21,8 @@ COMMANDS = {
     "launch": ("art_sky.cli.launch", "Start a server that outlives this command."),
     "status": ("art_sky.cli.status", "Show clusters, their models and jobs."),
     "logs": ("art_sky.cli.logs", "Show the log of a cluster's server."),
+    "ssh": ("art_sky.cli.ssh", "Open a shell on a rented machine."),
+    "extend": ("art_sky.cli.extend", "Let a rented cluster go on for longer."),
     "models": ("art_sky.cli.models", "List the models of a store."),
     "steps": ("art_sky.cli.steps", "Show the steps of a model: reward, loss, tokens, seconds."),
     "diff": ("art_sky.cli.diff", "Compare the settings and metrics of two steps."),

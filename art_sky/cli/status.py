@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from art_sky.cli.output import duration, json_option, print_json, stdout, table
+from art_sky.cli.rented import notes, rented_clusters, rented_table
 from art_sky.controller import api
 from art_sky.controller.cloud import Cluster
 from art_sky.controller.clouds.local import LocalCloud
@@ -19,20 +20,29 @@ from art_sky.schemas import JOB_TERMINAL, ServerStatus
 @click.option("--all", "show_all", is_flag=True, help="Also clusters that are down.")
 @json_option
 def command(show_all: bool, as_json: bool) -> None:
-    """Show clusters, their models and jobs."""
+    """Show clusters, their models and jobs; of rented ones what they cost, can cost at most, and how long they may go
+    on."""
     found = [(cluster, *_ask(cluster)) for cluster in LocalCloud().list() if show_all or cluster.state != "down"]
+    rented = rented_clusters(over=show_all)
     if as_json:
         return print_json(
             {
                 "clusters": [
                     {**cluster.model_dump(), "server": status and status.model_dump(), "problem": problem}
                     for cluster, status, problem in found
-                ]
+                ],
+                "rented": rented,
             }
         )
     out = stdout()
+    if rented:
+        out.print(rented_table(rented))
+        for view in rented:
+            for line in notes(view):
+                out.print(f"{view['name']}: {line}", markup=False, soft_wrap=True)
     if not found:
-        out.print("No cluster is up. Start one with `art-sky launch`.")
+        if not rented:
+            out.print("No cluster is up. Start one with `art-sky launch`.")
         return
     out.print(table("Clusters", ["name", "state", "address", "up for", "idle", "engine", "trainer"], _rows(found)))
     models = [

@@ -31,6 +31,9 @@ def connect(url_or_cluster_name: str, token: str | None = None, **options: Any) 
     from art_sky.controller.cloud import Cluster
 
     name = check_name("cluster", url_or_cluster_name)
+    rented = _rented(name, token, options)
+    if rented is not None:
+        return rented
     clusters = home() / "clusters"
     record = clusters / name / "cluster.json"
     try:
@@ -47,3 +50,17 @@ def connect(url_or_cluster_name: str, token: str | None = None, **options: Any) 
     except OSError as e:
         raise ServerUnreachable(f"the token of cluster {name!r} cannot be read: {e}; launch it again") from e
     return ServerBackend(cluster.base_url, token, **options)
+
+
+def _rented(name: str, token: str | None, options: dict[str, Any]) -> ServerBackend | None:
+    """A rented cluster of this name that is wanted up: its address is there also while a machine is replaced."""
+    from art_sky.controller.control import ControlClient, has_rented_clusters
+
+    if not has_rented_clusters():
+        return None
+    view = next((v for v in ControlClient().status() if v["name"] == name and v["wanted"] == "up"), None)
+    if view is None:
+        return None
+    from art_sky.client.skypilot_backend import SkyPilotBackend
+
+    return SkyPilotBackend._of(view, token, **options)

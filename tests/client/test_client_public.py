@@ -119,7 +119,6 @@ def test_every_name_is_there_and_has_a_type() -> None:
     ("name", "instead"),
     [
         ("dev", "TrainConfig"),
-        ("SkyPilotBackend", "art-sky launch"),
         ("ServerlessBackend", "LocalBackend"),
         ("auto_trajectory", r"model\.rollout\(\)"),
         ("TrajectoryGruop", "did you mean 'TrajectoryGroup'"),

@@ -81,6 +81,9 @@ class LocalCloud:
         records = (f for f in sorted(self._root.iterdir()) if (f / "cluster.json").is_file())
         return [self._observed(_read(f / "cluster.json")) for f in records]
 
+    def has(self, name: str) -> bool:
+        return (self.folder(name) / "cluster.json").is_file()
+
     def get(self, name: str) -> Cluster:
         """Raises NotFound, with a near name."""
         record = self.folder(name) / "cluster.json"

@@ -1,0 +1,80 @@
+"""What the commands say about rented clusters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from art_sky.cli.output import duration, stderr, table
+from art_sky.controller.control import ControlClient, has_rented_clusters
+from art_sky.errors import NotFound
+from art_sky.suggest import did_you_mean
+
+COLUMNS = ["name", "state", "address", "machine", "#$/h", "#spent", "#at most", "#time left", "#idle"]
+
+
+def rented_clusters(*, over: bool = False) -> list[dict[str, Any]]:
+    """Views of rented clusters, of each name the newest; those that are over only where asked for.
+
+    Starts the controller if there is anything that it should watch, and never on a machine that rented nothing.
+    """
+    if not has_rented_clusters():
+        return []
+    return [view for view in ControlClient().status() if over or view["state"] != "down"]
+
+
+def find_rented(name: str, *, over: bool = False) -> dict[str, Any] | None:
+    return next((view for view in rented_clusters(over=over) if view["name"] == name), None)
+
+
+def rented(name: str) -> dict[str, Any]:
+    """Raises NotFound with a near name."""
+    views = rented_clusters()
+    found = next((view for view in views if view["name"] == name), None)
+    if found is None:
+        near = did_you_mean(name, [view["name"] for view in views])
+        raise NotFound(f"there is no rented cluster {name!r} that is up ({near}); see `art-sky status`")
+    return found
+
+
+class EventLines:
+    """Tells events as lines on stderr, with the time since the first."""
+
+    def __init__(self) -> None:
+        self._began = time.time()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        at = max(event["time"] - self._began, 0.0)
+        stderr().print(f"{at:6.0f}s  {event['text']}", markup=False, soft_wrap=True)
+
+
+def rented_table(views: list[dict[str, Any]]) -> Any:
+    return table("Rented clusters", COLUMNS, [_row(view) for view in views])
+
+
+def notes(view: dict[str, Any]) -> list[str]:
+    """Lines below the table: what is wrong, and what it waits for."""
+    lines = [f"store {view['store']}"]
+    if view["preempted"]:
+        lines.append("the cloud takes the machine back; another is rented when it has gone")
+    if view["held_requests"]:
+        lines.append(f"{view['held_requests']} requests wait for a machine")
+    return lines + [text for text in (view["problem"], view["error"]) if text]
+
+
+def _row(view: dict[str, Any]) -> tuple[object, ...]:
+    node, price = view["node"], view["price_per_hour"]
+    offer = node["offer"] if node else {"instance_type": "", "spot": False, "cloud": "", "region": ""}
+    where = f"{offer['instance_type']}{' spot' if offer['spot'] else ''}, {offer['cloud']} {offer['region']}"
+    idle = f"{duration(view['idle_seconds'])} of {duration(view['idle_limit_seconds'])}"
+    return (
+        view["name"],
+        view["state"],
+        view["base_url"],
+        where if node else None,
+        f"{price:.2f}" if price is not None else None,
+        f"${view['spent']:.2f}",
+        f"${view['worst_case']:.2f}",
+        duration(view["seconds_left"]),
+        idle if view["idle_seconds"] is not None else None,
+    )

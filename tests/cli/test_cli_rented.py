@@ -1,0 +1,126 @@
+"""status, extend, ssh, logs, down, connect and SkyPilotBackend on a rented machine: an sshd on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_store import run
+
+import art_sky
+from art_sky.config import home
+from art_sky.errors import InvalidConfig
+
+CONTROLLER_TESTS = str(Path(__file__).parents[1] / "controller")
+sys.path.insert(0, CONTROLLER_TESTS)
+from local_sshd import MISSING  # noqa: E402
+from ssh_cloud import SshCloud  # noqa: E402
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "cloud"
+    folder.mkdir()
+    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("ART_SKY_TEST_CLOUD", str(folder))
+    monkeypatch.setenv("ART_SKY_PROVIDER", "ssh_cloud:SshCloud")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([CONTROLLER_TESTS, os.environ.get("PYTHONPATH", "")]))
+    yield folder
+    control = home() / "controller" / "control.json"
+    if control.exists():
+        os.kill(json.loads(control.read_text())["pid"], signal.SIGKILL)
+    for file in folder.glob("artsky-*.json"):
+        SshCloud.end(file.stem)
+
+
+def launch(tmp_path: Path, **options: object) -> art_sky.SkyPilotBackend:
+    return asyncio.run(
+        art_sky.SkyPilotBackend.initialize_cluster(
+            cluster_name="run",
+            store=f"file://{tmp_path / 'store'}",
+            clouds=["aws"],
+            **options,  # type: ignore[arg-type]
+        )
+    )
+
+
+def test_commands_on_a_rented_cluster(cloud: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("status") == 0 and not (home() / "controller").exists(), "nothing rented: no controller"
+    backend = launch(tmp_path, budget=5.0, max_hours=3)
+    again = art_sky.connect("run")
+    assert again.inference() == backend.inference()
+
+    end = time.monotonic() + 30
+    out = ""
+    while "7s of 30m" not in out:
+        assert time.monotonic() < end, out
+        capsys.readouterr()
+        assert run("status") == 0
+        out = capsys.readouterr().out
+    for wanted in ("g5.xlarge, aws us-east-1", "1.00", "$3.33", "2h 59m", backend.inference()[0][:-3]):
+        assert wanted in out, out
+    capsys.readouterr()
+    assert run("status", "--json") == 0
+    view = json.loads(capsys.readouterr().out)["rented"][0]
+    assert (view["state"], view["price_per_hour"], view["worst_case"]) == ("up", 1.0, pytest.approx(3.33, abs=0.01))
+
+    assert run("extend", "run", "--hours", "2") == 0
+    assert "may go on for 4h 59m" in capsys.readouterr().out
+    assert run("extend", "run") == 2 and run("extend", "nobody", "--hours", "1") == 1
+    assert "no rented cluster 'nobody'" in capsys.readouterr().err
+
+    command = [sys.executable, "-m", "art_sky.cli.main", "ssh", "run", "echo", "it's", "$HOME here"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == "it's $HOME here\n"
+
+    assert run("logs", "run") == 0
+    out = capsys.readouterr().out
+    assert "controller: " in out and "ready after" in out and f"the log of {view['node']['name']}" in out
+
+    assert run("down", "run") == 0
+    captured = capsys.readouterr()
+    assert (
+        "Cluster run is down (`art-sky down`); it cost $0.0" in captured.out and "all is in the store" in captured.err
+    )
+    assert list(cloud.glob("*.json")) == []
+    assert run("down", "run") == 0 and run("down", "nobody") == 1
+    capsys.readouterr()
+    assert run("status") == 0 and "No cluster is up" in capsys.readouterr().out
+
+
+def test_async_with_ends_the_cluster(cloud: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = await art_sky.SkyPilotBackend.initialize_cluster(
+            cluster_name="run", store=f"file://{tmp_path / 'store'}", clouds=["aws"]
+        )
+        async with backend:
+            assert list(cloud.glob("artsky-*.json"))
+
+    asyncio.run(main())
+    assert list(cloud.glob("artsky-*.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"resources": object()}, "give gpu="),
+        ({"env_path": ".env"}, "no environment is copied"),
+        ({"gpus": ["H100"]}, "gpus"),
+        ({"budget": -1}, "budget"),
+    ],
+)
+def test_options_that_mean_something_else_are_refused(
+    cloud: Path, tmp_path: Path, options: dict[str, object], told: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=told):
+        launch(tmp_path, **options)
