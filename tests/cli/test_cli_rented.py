@@ -110,6 +110,26 @@ def test_async_with_ends_the_cluster(cloud: Path, tmp_path: Path) -> None:
     assert list(cloud.glob("artsky-*.json")) == []
 
 
+def test_a_cancelled_launch_leaves_nothing(cloud: Path, tmp_path: Path) -> None:
+    (cloud / "script").write_text("slow")
+
+    async def main() -> None:
+        launching = asyncio.create_task(
+            art_sky.SkyPilotBackend.initialize_cluster(
+                cluster_name="run", store=f"file://{tmp_path / 'store'}", clouds=["aws"]
+            )
+        )
+        while not list(cloud.glob("artsky-*.json")):
+            await asyncio.sleep(0.02)
+        launching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await launching
+
+    asyncio.run(main())
+    (cloud / "go").touch()
+    assert list(cloud.glob("artsky-*.json")) == []
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
