@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
 
 from art_sky.errors import ArtSkyError
 from art_sky.server.gateway import Gateway, Plan, Progress
@@ -23,6 +24,7 @@ log = logging.getLogger("art_sky.server")
 
 T = TypeVar("T")
 _CLIENT_LEFT = 499
+_RETRIES = "x-stainless-retry-count"  # OpenAI's clients say with it that they ask again
 
 
 def chat_router(server: Server) -> APIRouter:
@@ -74,6 +76,8 @@ def _model(id: str, created: float, project: str) -> dict[str, Any]:
 
 
 async def _complete(gateway: Gateway, body: ChatRequest, request: Request, rollout: Rollout | None) -> Response:
+    if rollout is not None and request.headers.get(_RETRIES, "0") != "0":
+        await gateway.begun_again(rollout, body)
     async with contextlib.AsyncExitStack() as stack:
         plan = await stack.enter_async_context(gateway.plan(body, rollout))
         headers = {}
@@ -86,13 +90,14 @@ async def _complete(gateway: Gateway, body: ChatRequest, request: Request, rollo
         if not body.stream:
             if await _while_connected(request, _drain(events)) is None:
                 return Response(status_code=_CLIENT_LEFT)
-            return AsciiJSON(_whole(plan), headers=headers)
+            # Run when all of it was handed to the connection.
+            return AsciiJSON(_whole(plan), headers=headers, background=BackgroundTask(gateway.delivered, plan))
         # The first event before the status line, so that what fails at once is a plain error reply.
         first = await _while_connected(request, anext(events, None))
         if first is None:
             return Response(status_code=_CLIENT_LEFT)
         keep = stack.pop_all()
-        return _Stream(_sse(plan, first, events), keep, headers)
+        return _Stream(_sse(gateway, plan, first, events), keep, headers)
 
 
 class _Stream(StreamingResponse):
@@ -135,7 +140,7 @@ def _whole(plan: Plan) -> dict[str, Any]:
     return {**_head(plan, "chat.completion"), "choices": plan.choices(), "usage": plan.usage()}
 
 
-async def _sse(plan: Plan, first: Progress, events: AsyncIterator[Progress]) -> AsyncIterator[bytes]:
+async def _sse(gateway: Gateway, plan: Plan, first: Progress, events: AsyncIterator[Progress]) -> AsyncIterator[bytes]:
     head = _head(plan, "chat.completion.chunk")
     if plan.usage_wanted:
         head["usage"] = None
@@ -171,6 +176,8 @@ async def _sse(plan: Plan, first: Progress, events: AsyncIterator[Progress]) -> 
     if plan.usage_wanted:
         yield _event({**head, "choices": [], "usage": plan.usage()})
     yield b"data: [DONE]\n\n"
+    # Asked for more: the last of it was handed to the connection.
+    await gateway.delivered(plan)
 
 
 async def _chain(first: Progress, events: AsyncIterator[Progress]) -> AsyncIterator[Progress]:

@@ -2,7 +2,9 @@
 
 `exchanges.jsonl` holds one Exchange a line, its short fields first, so that the index is rebuilt at start without
 parsing prompts. A line is written before the reply and reaches the disk within 100 ms (or before the reply, by
-option). A full file becomes `exchanges.1.jsonl` and so on; the oldest is deleted.
+option). What became of a rollout's reply follows in a line of its own: `{"delivered":ID}` when all of it was handed to
+its connection, `{"withdrawn":ID}` when its caller asked the same again. A full file becomes `exchanges.1.jsonl` and so
+on; the oldest is deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from art_sky.errors import CorruptObject, NoDiskSpace, NotFound, StoreError
 from art_sky.schemas import Exchange
@@ -25,6 +27,8 @@ FSYNC_SECONDS = 0.1
 _HEAD = re.compile(
     rb'\{"completion_id":"([^"]+)","created":[^,]+,"project":"[^"]*","model":"[^"]*","rollout":(?:"([^"]+)"|null),'
 )
+_MARK = re.compile(rb'\{"(delivered|withdrawn)":"([^"]+)"\}')
+Mark = Literal["delivered", "withdrawn"]
 
 
 class ExchangeLog:
@@ -35,6 +39,7 @@ class ExchangeLog:
         self._lock = threading.Lock()
         self._place: dict[str, tuple[int, int, int]] = {}  # completion id -> file number, offset, length
         self._rollouts: dict[str, list[str]] = {}
+        self._marks: dict[Mark, set[str]] = {"delivered": set(), "withdrawn": set()}
         self._number = 0  # of the newest file; older ones count down
         self._fsync: asyncio.Task[None] | None = None
         with _disk_errors("open", self._path):
@@ -55,16 +60,42 @@ class ExchangeLog:
         return await asyncio.to_thread(self._read, completion_id)
 
     async def of_rollout(self, rollout: str) -> list[Exchange]:
-        """In the order in which they ended."""
-        return [await self.find(id) for id in list(self._rollouts.get(rollout, []))]
+        """Those whose reply reached the agent, as far as can be told, in the order in which they ended.
+
+        One that was cut is no part of what the agent did, and must not be trained.
+        """
+        ids = self._rollouts.get(rollout, [])
+        received = self._marks["delivered"] - self._marks["withdrawn"]
+        return [await self.find(id) for id in ids if id in received]
+
+    async def delivered(self, completion_id: str) -> None:
+        """All of a reply of a rollout was handed to its connection. Known at once, then written."""
+        await self._mark("delivered", completion_id)
+
+    async def withdraw_alike(
+        self, rollout: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> None:
+        """The agent's client asks again for what got no reply: the earlier one was lost on its way, unseen from here.
+
+        Which of several alike it was cannot be told, so that none of them counts.
+        """
+        for exchange in await self.of_rollout(rollout):
+            if exchange.messages == messages and (exchange.tools or None) == (tools or None):
+                await self._mark("withdrawn", exchange.completion_id)
 
     async def close(self) -> None:
         if self._fsync is not None:
             await self._fsync
         self._out.close()
 
+    async def _mark(self, mark: Mark, completion_id: str) -> None:
+        self._marks[mark].add(completion_id)
+        await asyncio.to_thread(self._write_line, dumps({mark: completion_id}).encode() + b"\n", None)
+
     def _write(self, exchange: Exchange) -> None:
-        line = dumps(exchange.model_dump()).encode() + b"\n"
+        self._write_line(dumps(exchange.model_dump()).encode() + b"\n", exchange)
+
+    def _write_line(self, line: bytes, exchange: Exchange | None) -> None:
         with self._lock, _disk_errors("write", self._path):
             if self._out.tell() + len(line) > self._file_bytes and self._out.tell():
                 self._rotate()
@@ -74,7 +105,8 @@ class ExchangeLog:
                 self._out.truncate(offset)
                 self._out.seek(offset)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._remember(exchange.completion_id, exchange.rollout, (self._number, offset, len(line)))
+            if exchange is not None:
+                self._remember(exchange.completion_id, exchange.rollout, (self._number, offset, len(line)))
             if self._fsync_each:
                 os.fsync(self._out.fileno())
 
@@ -119,6 +151,8 @@ class ExchangeLog:
         self._place = {id: p for id, p in self._place.items() if p[0] >= oldest}
         kept = {r: [id for id in ids if id in self._place] for r, ids in self._rollouts.items()}
         self._rollouts = {r: ids for r, ids in kept.items() if ids}
+        for marked in self._marks.values():
+            marked.intersection_update(list(self._place))
         self._out = self._path.open("ab", buffering=0)
 
     def _load(self, age: int) -> None:
@@ -126,6 +160,9 @@ class ExchangeLog:
         with path.open("rb") as f:
             for line in f:
                 head = _HEAD.match(line[:1024])
+                mark = _MARK.match(line[:1024])
+                if mark and line.endswith(b"}\n"):
+                    self._marks["delivered" if mark[1] == b"delivered" else "withdrawn"].add(mark[2].decode())
                 if head and line.endswith(b"}\n"):
                     rollout = head[2].decode() if head[2] else None
                     self._remember(head[1].decode(), rollout, (-age, offset, len(line)))

@@ -155,6 +155,15 @@ class Gateway:
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._record(plan)
 
+    async def begun_again(self, rollout: Rollout, body: ChatRequest) -> None:
+        """The agent's client repeats a call of this rollout whose reply it never got."""
+        await self._log.withdraw_alike(rollout.id, body.messages, body.tools)
+
+    async def delivered(self, plan: Plan) -> None:
+        """The whole reply was handed to the agent's connection: from now on it is part of its rollout."""
+        if plan.rollout is not None:
+            await self._log.delivered(plan.completion_id)
+
     def stats(self) -> dict[str, int]:
         return {"replies": self.replies, "prompts_spliced": self.index.spliced, "prompts_split": self.index.split}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import shutil
 import stat
 import time
@@ -14,6 +16,7 @@ from server_fakes import GROUP, Harness, chunks, harness
 
 from art_sky.errors import NoDiskSpace, NotFound, StoreError
 from art_sky.schemas import Exchange
+from art_sky.server.app import create_app
 from art_sky.server.exchange_log import ExchangeLog
 from art_sky.server.security import load_token
 
@@ -172,6 +175,7 @@ async def test_exchange_log_rotates_and_reloads(tmp_path: Path) -> None:
     log = ExchangeLog(tmp_path, file_bytes=1000, files=3)
     for i in range(30):
         await log.append(an_exchange(f"c{i}", "r" if i % 2 else None, "\ud800" * 10))
+        await log.delivered(f"c{i}")
     await log.close()
     with (tmp_path / "exchanges.jsonl").open("ab") as f:
         f.write(b'{"completion_id":"torn","created":1.5,"project":"p","model":"m@0","rollout":null,"mess')
@@ -248,3 +252,73 @@ async def test_models_of_the_machine_before_are_served_again(tiny_model: Path, t
             while not h.server.registry.all():
                 await asyncio.sleep(0.01)
         assert (await h.chat("hi")).json()["model"] == "agent@0"
+
+
+async def open_rollout(server: Harness) -> tuple[str, str]:
+    """(path of its chat completions, path of its exchanges)."""
+    id = (await server.client.post("/api/v1/models/p/agent/rollouts")).json()["rollout"]
+    return f"/rollouts/{id}/v1/chat/completions", f"/api/v1/rollouts/{id}/exchanges"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_that_was_cut_is_no_part_of_its_rollout(server: Harness, stream: bool) -> None:
+    """The agent's call ends before the last byte; the sampling was whole and is on record."""
+    chat, exchanges = await open_rollout(server)
+    body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        last = message["type"] == "http.response.body" and (not stream or b"[DONE]" in message["body"])
+        if last:
+            raise OSError("the connection is gone")
+
+    await call(server, chat, body, send)
+    assert len(sent) > 1 and (await server.client.get(exchanges)).json() == []
+    whole = await server.client.post(chat, json=body)
+    assert whole.status_code == 200
+    assert len((await server.client.get(exchanges)).json()) == 1
+
+
+async def call(server: Harness, path: str, body: dict[str, Any], send: Any) -> None:
+    """One request over ASGI whose replies go to `send`."""
+    data = json.dumps(body).encode()
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "scheme": "http", "server": ("127.0.0.1", 1),
+        "client": ("127.0.0.1", 2), "root_path": "",
+        "headers": [
+            (b"host", b"127.0.0.1:1"), (b"content-type", b"application/json"),
+            (b"authorization", f"Bearer {server.server.token}".encode()),
+        ],
+    }  # fmt: skip
+    messages = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(30):
+            await create_app(server.server)(scope, receive, send)
+
+
+async def test_a_repeated_call_takes_the_place_of_the_one_that_was_lost(
+    server: Harness, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The network swallowed the reply without the server seeing it; OpenAI's client says that it asks again."""
+    chat, exchanges = await open_rollout(server)
+    other = {"model": "agent", "messages": [{"role": "user", "content": "another"}]}
+    body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+    kept = (await server.client.post(chat, json=other)).json()["id"]
+    lost = (await server.client.post(chat, json=body, headers={"x-stainless-retry-count": "0"})).json()["id"]
+    assert [e["completion_id"] for e in (await server.client.get(exchanges)).json()] == [kept, lost]
+    again = (await server.client.post(chat, json=body, headers={"x-stainless-retry-count": "1"})).json()["id"]
+    assert [e["completion_id"] for e in (await server.client.get(exchanges)).json()] == [kept, again]
+    sampled = (await server.client.post(chat, json=body)).json()["id"]  # no retry: the agent wants two samples
+    await server.server.close()
+    async with harness(tiny_model, tmp_path) as later:
+        found = (await later.client.get(exchanges)).json()
+        assert [e["completion_id"] for e in found] == [kept, again, sampled]
