@@ -17,9 +17,9 @@ from art_sky.controller.ssh import known_hosts, ssh_command
 @click.argument("name")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]...")
 def command(name: str, words: tuple[str, ...]) -> None:
-    """Open a shell on a rented machine, or run COMMAND there.
+    """Open a shell on a rented machine.
 
-    A shell is no work: the machine still ends by its limits.
+    With COMMAND that is run instead. A shell is no work: the machine still ends by its limits.
     """
     rented(name)
     machine = Machine(**ControlClient().machine(name))

@@ -20,8 +20,10 @@ from art_sky.schemas import JOB_TERMINAL, ServerStatus
 @click.option("--all", "show_all", is_flag=True, help="Also clusters that are down.")
 @json_option
 def command(show_all: bool, as_json: bool) -> None:
-    """Show clusters, their models and jobs; of rented ones what they cost, can cost at most, and how long they may go
-    on."""
+    """Show clusters, their models and jobs.
+
+    Of rented ones also what they cost, what they can cost at most (disks and egress apart) and how long they may go on.
+    """
     found = [(cluster, *_ask(cluster)) for cluster in LocalCloud().list() if show_all or cluster.state != "down"]
     rented = rented_clusters(over=show_all)
     if as_json:
