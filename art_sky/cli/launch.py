@@ -2,31 +2,96 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from art_sky.cli.output import json_option, print_json, stderr, stdout
+from art_sky.cli.output import duration, json_option, print_json, stderr, stdout
 from art_sky.cli.server_options import server_config, server_options
-from art_sky.controller.cloud import LaunchConfig
-from art_sky.controller.clouds.local import LocalCloud
+from art_sky.config import Limits
+from art_sky.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from art_sky.controller.rented import LaunchRequest
+
+LOCAL_IDLE_MINUTES = 60.0
+# Of a rented machine only; given with a local server they are an error, not a silence (rule R6).
+_RENTED = (
+    "gpu", "region", "spot", "spot_only", "max_price", "budget", "max_hours", "orphan_minutes", "setup_minutes",
+    "cpus", "memory", "disk", "image_id", "node_role", "store_credential", "allow_unsafe",
+    "allow_cloud_key_on_node", "keep", "yes", "dry_run",
+)  # fmt: skip
+
+
+def _limit(name: str) -> str:
+    field = Limits.model_fields[name]
+    return f"{field.description}." + ("" if field.default is None else f" Default: {field.default:g}.")
 
 
 @click.command()
-@click.argument("name", default="local")
-@click.option("--cloud", type=click.Choice(["local"]), default="local", show_default=True, help="Where it runs.")
-@click.option(
-    "--idle-minutes", type=float, default=60.0, show_default=True, help="The server ends after this time without work."
-)
+@click.argument("name", required=False)
+@click.option("--cloud", metavar="LIST", help="local, or clouds to choose from: aws,gcp,lambda. Default: local; with "
+              "--gpu every cloud that SkyPilot may use.")  # fmt: skip
+@click.option("--gpu", metavar="LIST", multiple=True, help="What to rent, such as H100, or L4:2 for two; several: "
+              "whichever is cheapest.")  # fmt: skip
+@click.option("--region", metavar="LIST", multiple=True, help="Regions to choose from. Default: all.")
+@click.option("--spot", is_flag=True, help="Consider spot machines too: cheaper, and taken away at any time.")
+@click.option("--spot-only", is_flag=True, help="Consider spot machines alone.")
+@click.option("--max-price", type=click.FloatRange(0, min_open=True), metavar="$", help="Ceiling per hour.")
+@click.option("--budget", type=click.FloatRange(0, min_open=True), metavar="$", help="End when this much is spent.")
+@click.option("--max-hours", type=click.FloatRange(0, min_open=True), help=_limit("max_hours"))
+@click.option("--idle-minutes", type=float, help="End after this time without work. Default: 60 for a local server, "
+              f"{Limits.model_fields['idle_minutes'].default:g} for a rented one.")  # fmt: skip
+@click.option("--orphan-minutes", type=float, help=_limit("orphan_minutes"))
+@click.option("--setup-minutes", type=float, help=_limit("setup_minutes"))
+@click.option("--cpus", metavar="N", help="8 for exactly, 8+ for at least.")
+@click.option("--memory", metavar="GIB", help="32 for exactly, 32+ for at least.")
+@click.option("--disk", type=click.IntRange(30), metavar="GIB", help="Default: 100.")
+@click.option("--image-id", metavar="ID", help="A prepared image; infra/image has the recipe.")
+@click.option("--node-role", metavar="NAME", help="AWS instance profile of the machine; infra/aws makes one that may "
+              "reach the store's prefix and nothing else.")  # fmt: skip
+@click.option("--store-credential", type=click.File(), metavar="FILE", help="Credential for the store that is sent to "
+              "the machine, where its role may not reach it: lines as `aws configure export-credentials --format env` "
+              "prints them; - reads stdin.")  # fmt: skip
+@click.option("--allow-unsafe", is_flag=True, help="Rent where nothing ends the bill when this computer is off.")
+@click.option("--allow-cloud-key-on-node", is_flag=True, help="Where a machine can end itself only with your "
+              "account's key (Lambda, RunPod): put the key there.")  # fmt: skip
+@click.option("--keep", is_flag=True, help="Keep the machine of a failed launch for a look, until its limits end it.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Show the plan with its worst-case bill; rent nothing.")
 @server_options
 @json_option
-def command(name: str, cloud: str, as_json: bool, **given: Any) -> None:
+def command(name: str | None, cloud: str | None, as_json: bool, **given: Any) -> None:
     """Start a server that outlives this command.
 
-    The cluster NAME (default: local) serves and trains in the background until it has had no work for
-    --idle-minutes, or until `art-sky down NAME`. Agent code reaches it with `art_sky.connect("NAME")`.
+    Here, by default: the cluster NAME (default: local) serves and trains in the background until it has had no work
+    for --idle-minutes, or until `art-sky down NAME`.
+
+    With --gpu or --cloud it rents a machine (NAME defaults to `rented`): the cheapest that fits, at a price that is
+    shown first with the most that it can come to. The machine ends itself when it is idle, when the budget or the
+    hours are used up, and when this computer is gone.
+
+    Agent code reaches it with `art_sky.connect("NAME")`, at an address that stays the same.
     """
+    clouds = _list([cloud] if cloud else [])
+    rented = {key: given.pop(key) for key in _RENTED}
+    if "local" in clouds and clouds != ["local"]:
+        raise click.UsageError("--cloud local goes with no other cloud")
+    if clouds == ["local"] or not (clouds or rented["gpu"]):
+        asked = [f"--{key.replace('_', '-')}" for key, value in rented.items() if value]
+        if asked:
+            raise click.UsageError(f"{asked[0]} is for rented machines; add --gpu or --cloud aws")
+        return _local(name or "local", as_json, given)
+    _rented(name or "rented", clouds, rented, as_json, given)
+
+
+def _local(name: str, as_json: bool, given: dict[str, Any]) -> None:
+    from art_sky.controller.cloud import LaunchConfig
+    from art_sky.controller.clouds.local import LocalCloud
+
     local = LocalCloud()
+    given["idle_minutes"] = LOCAL_IDLE_MINUTES if given["idle_minutes"] is None else given["idle_minutes"]
     server = server_config(given, state_dir=str(local.folder(name) / "state"))
     with stderr().status(f"launching {name!r}") as line:
         cluster = local.launch(LaunchConfig(name=name, server=server), lambda text: line.update(text))
@@ -39,3 +104,94 @@ def command(name: str, cloud: str, as_json: bool, **given: Any) -> None:
     out.print(f"  ends after   {server.idle_minutes:g} minutes without work", soft_wrap=True)
     out.print(f'Use it from agent code:  backend = art_sky.connect("{name}")', markup=False)
     out.print(f"Next:  art-sky status   |   art-sky logs -f {name}   |   art-sky down {name}", markup=False)
+
+
+def _rented(name: str, clouds: list[str], rented: dict[str, Any], as_json: bool, given: dict[str, Any]) -> None:
+    from art_sky.cli.plan_table import show_plan
+    from art_sky.cli.rented import EventLines
+    from art_sky.controller.clouds.skypilot import SkyPilotProvider
+    from art_sky.controller.launching import launch_rented
+    from art_sky.controller.plan import make_plan
+
+    credential = _credential(rented.pop("store_credential"))
+    request = launch_request(name, clouds, rented, given)
+    _check_expiry(credential, request)
+    with stderr().status("reading prices"):
+        plan = make_plan(request, SkyPilotProvider().offers(request.wanted()))
+    if rented["dry_run"]:
+        return print_json(plan.to_json()) if as_json else show_plan(stdout(), name, plan)
+    show_plan(stderr(), name, plan)
+    if not rented["yes"]:
+        click.confirm("Rent it?", abort=True, err=True)
+    view = launch_rented(request, plan, EventLines(), store_env=credential)
+    if as_json:
+        return print_json(view)
+    out, node = stdout(), view["node"]
+    out.print(f"Cluster [bold]{name}[/] is up at [bold]{view['base_url']}[/]", soft_wrap=True)
+    out.print(f"  token in     {view['token_file']}", soft_wrap=True, markup=False)
+    out.print(f"  store        {view['store']}", soft_wrap=True, markup=False)
+    out.print(f"  took         {_phases(node['phases'])}", soft_wrap=True, markup=False)
+    out.print(
+        f"  costs        ${view['price_per_hour']:.2f} an hour, ${view['worst_case']:.2f} at most", soft_wrap=True
+    )
+    out.print(f'Use it from agent code:  backend = art_sky.connect("{name}")', markup=False)
+    out.print(f"Next:  art-sky status   |   art-sky logs -f {name}   |   art-sky down {name}", markup=False)
+
+
+def _phases(phases: dict[str, float]) -> str:
+    """`ready 61s: provisioning 24s, installing 9s, ...`."""
+    parts = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if phase != "ready"]
+    return f"{duration(phases.get('ready'))}: {', '.join(parts)}"
+
+
+def _credential(file: TextIO | None) -> dict[str, str]:
+    from art_sky.controller.store_credential import parse_credential
+
+    return {} if file is None else parse_credential(file.read())
+
+
+def _check_expiry(credential: dict[str, str], request: LaunchRequest) -> None:
+    from art_sky.controller.store_credential import check_expiry
+
+    limits = request.limits
+    check_expiry(credential, limits.max_hours + limits.flush_minutes / 60, datetime.now(UTC))
+
+
+def launch_request(name: str, clouds: list[str], rented: dict[str, Any], given: dict[str, Any]) -> LaunchRequest:
+    """A LaunchRequest from what was given on the command line. Raises InvalidConfig naming the option."""
+    from art_sky.controller.rented import LaunchRequest
+
+    if rented["spot"] and rented["spot_only"]:
+        raise click.UsageError("give --spot or --spot-only, not both")
+    limits = {key: rented[key] for key in ("budget", "max_hours", "orphan_minutes", "setup_minutes")}
+    limits["idle_minutes"] = given.pop("idle_minutes")
+    server = server_config(given, state_dir="unused")
+    if given["store"] is None or not server.store.startswith("s3://"):
+        raise InvalidConfig(
+            "a rented machine needs a store that outlives it: --store s3://BUCKET/PREFIX; infra/aws makes a bucket "
+            "and a role for it, `art-sky check URL` tries one out"
+        )
+    values = {
+        "name": name,
+        "clouds": clouds,
+        "gpus": _list(rented["gpu"]),
+        "regions": _list(rented["region"]),
+        "spot": "only" if rented["spot_only"] else "prefer" if rented["spot"] else "no",
+        "limits": Limits.parse({key: value for key, value in limits.items() if value is not None}),
+        "store": server.store,
+        "server": server.model_dump(exclude={"store", "state_dir", "idle_minutes"}, exclude_defaults=True),
+        "disk_gib": rented["disk"],
+        **{k: rented[k] for k in ("cpus", "memory", "max_price", "image_id", "node_role", "allow_unsafe",
+                                  "allow_cloud_key_on_node", "keep")},
+    }  # fmt: skip
+    made: LaunchRequest = LaunchRequest.parse({key: value for key, value in values.items() if value is not None})
+    return made
+
+
+def _list(given: Any) -> list[str]:
+    return [
+        word.strip().lower() if "," in text else word.strip()
+        for text in given
+        for word in text.split(",")
+        if word.strip()
+    ]

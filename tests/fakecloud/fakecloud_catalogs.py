@@ -43,13 +43,17 @@ IMAGE = "ami-12c6146b"  # one that moto knows
 VMS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "vCPUs", "MemoryGiB", "GpuInfo", "Price", "SpotPrice",
        "Region", "AvailabilityZone", "Arch", "LocalDiskType", "NVMeSupported", "LocalDiskSize", "LocalDiskCount",
        "MaximumEfaInterfaces")  # fmt: skip
-# type, GPU, count, vCPUs, GiB, GPU's GiB, $/h, spot $/h
+# type, GPU, count, vCPUs, GiB, GPU's GiB, $/h, spot $/h. GCP sells its GPUs apart from the machines that hold them.
 GCP = (
     ("n2-standard-8", "", 0, 8, 32, 0, 0.3885, 0.0942),
-    ("g2-standard-4", "L4", 1, 4, 16, 24, 0.7068, 0.2827),
-    ("a2-highgpu-1g", "A100", 1, 12, 85, 40, 3.6730, 1.4692),
-    ("a2-ultragpu-1g", "A100-80GB", 1, 12, 170, 80, 5.0688, 2.0275),
-    ("a3-highgpu-1g", "H100", 1, 26, 234, 80, 11.0612, 3.3184),
+    ("g2-standard-4", "", 0, 4, 16, 0, 0.1467, 0.0587),
+    ("", "L4", 1, "", "", 24, 0.5600, 0.2240),
+    ("a2-highgpu-1g", "", 0, 12, 85, 0, 0.7392, 0.2957),
+    ("", "A100", 1, "", "", 40, 2.9339, 1.1735),
+    ("a2-ultragpu-1g", "", 0, 12, 170, 0, 1.1214, 0.4486),
+    ("", "A100-80GB", 1, "", "", 80, 3.9473, 1.5789),
+    ("a3-highgpu-1g", "", 0, 26, 234, 0, 1.2587, 0.3776),
+    ("", "H100", 1, "", "", 80, 9.8025, 2.9408),
 )
 LAMBDA = (
     ("gpu_1x_a10", "A10", 1, 30, 200, 24, 0.75, None),
@@ -141,8 +145,8 @@ def _row(spec: tuple[Any, ...], region: str, zone: str) -> dict[str, Any]:
         "InstanceType": kind,
         "AcceleratorName": gpu,
         "AcceleratorCount": float(count) if gpu else "",
-        "vCPUs": float(cpus),
-        "MemoryGiB": float(memory),
+        "vCPUs": cpus,
+        "MemoryGiB": memory,
         "GpuInfo": repr(info) if gpu else "",
         "Price": price,
         "SpotPrice": "" if spot is None else spot,

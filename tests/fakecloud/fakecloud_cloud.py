@@ -71,6 +71,8 @@ class Faults:
             for instance in reservation.instances:
                 if not instance.security_groups:  # moto keeps the groups given with a network interface there
                     instance.security_groups = list(instance.nics[0].group_set)
+                for disk in instance.block_device_mapping.values():
+                    disk.delete_on_termination = True  # EC2's default for the root disk, the only one here
             if self.error_but_created:
                 self.error_but_created -= 1
                 raise EC2ClientError("InternalError", "an internal error has occurred (simulated; the machine exists)")

@@ -151,7 +151,7 @@ class FakeCloud:
             AssertionError: it failed (unless check is False); the message holds its output.
         """
         done = subprocess.run(
-            self._enter(argv), env=self.laptop_env(env), timeout=timeout, cwd=cwd or self.home, input=input,
+            self.enter(argv), env=self.laptop_env(env), timeout=timeout, cwd=cwd or self.home, input=input,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if check and done.returncode:
@@ -167,9 +167,13 @@ class FakeCloud:
     ) -> subprocess.Popen[str]:
         """Starts a command on the laptop, in a session of its own; stdout and stderr go to `log`."""
         return subprocess.Popen(
-            self._enter(argv), env=self.laptop_env(env), cwd=self.home, stdin=subprocess.DEVNULL,
+            self.enter(argv), env=self.laptop_env(env), cwd=self.home, stdin=subprocess.DEVNULL,
             stdout=log, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
+
+    def enter(self, argv: Sequence[str | Path]) -> list[str]:
+        """The command that runs `argv` on the laptop, to be started with laptop_env()."""
+        return ["nsenter", f"--net={network.laptop_space(self.name)}", "--", *map(str, argv)]
 
     def laptop_env(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         return {
@@ -179,7 +183,7 @@ class FakeCloud:
             "TMPDIR": str(self.home / "tmp"),
             "TERM": os.environ.get("TERM", "dumb"),
             "PATH": f"{self.home}/bin:{self.environment.laptop}/bin:{SYSTEM_PATH}",
-            "PYTHONPATH": str(CHECKOUT),
+            "PYTHONPATH": f"{CHECKOUT}:{self.home}/lib",
             "AWS_ENDPOINT_URL": API,
             "AWS_DEFAULT_REGION": REGION,
             "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
@@ -389,9 +393,6 @@ class FakeCloud:
 
     # Inside.
 
-    def _enter(self, argv: Sequence[str | Path]) -> list[str]:
-        return ["nsenter", f"--net={network.laptop_space(self.name)}", "--", *map(str, argv)]
-
     def _call(self, name: str, *args: Any) -> Any:
         with socket.socket(socket.AF_UNIX) as s:
             s.settimeout(60)
@@ -422,12 +423,16 @@ class FakeCloud:
             "bin/art-sky": f'#!/bin/sh\nexec {self.environment.laptop}/bin/python -m art_sky.cli.main "$@"\n',
             "bin/fakecloud": f'#!/bin/sh\nexec {PYTHON} {HERE}/fakecloud_shell.py {self.name} "$@"\n',
         }
-        (self.home / "tmp").mkdir(parents=True)
+        for folder in ("tmp", "lib"):
+            (self.home / folder).mkdir(parents=True)
         for path, text in files.items():
             (self.home / path).parent.mkdir(parents=True, exist_ok=True)
             (self.home / path).write_text(text)
             (self.home / path).chmod(0o755 if path.startswith("bin/") else 0o600)
         self.run(["python", HERE / "fakecloud_catalogs.py", self.home, *REGIONS])
+        # art-sky as an installed package, which goes to nodes as a wheel.
+        describe = "import sys; from hatchling.build import prepare_metadata_for_build_wheel as p; p(sys.argv[1])"
+        self.run(["python", "-c", describe, self.home / "lib"], cwd=CHECKOUT)
 
 
 # Any key fits, and every session is written down.

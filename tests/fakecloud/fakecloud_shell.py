@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
         with FakeCloud.start() as cloud:
             print(f"the laptop of simulated cloud {cloud.name}: try `sky`, `art-sky`, `fakecloud`; exit ends it all")
             env = cloud.laptop_env({"PS1": f"(fakecloud {cloud.name}) \\w$ "})
-            subprocess.run(cloud._enter(["bash", "--norc"]), env=env, cwd=cloud.home, check=False)
+            subprocess.run(cloud.enter(["bash", "--norc"]), env=env, cwd=cloud.home, check=False)
         return
     cloud = FakeCloud.attach(arguments[0])
     if len(arguments) == 1:

@@ -53,6 +53,9 @@ def check(say: Say) -> dict[str, str | None]:
 
     with _typed():
         enabled: list[str] = sky.get(sdk.enabled_clouds())
+        if not enabled:  # `sky check` was never run here, or found none
+            sky.get(sdk.check(None, verbose=False))
+            enabled = sky.get(sdk.enabled_clouds())
     return {cloud.lower(): None for cloud in enabled}
 
 
@@ -68,6 +71,10 @@ def launch(say: Say, task: dict[str, Any], node: str, cloud: str, region: str, k
             aws_direct.end_on_power_off(node, region)
 
     log = _Lines(heard)
+    if cloud == "aws":
+        with _typed():
+            # Who cannot ask EC2 could not end the machine either; SkyPilot would say that there is no such image.
+            aws_direct.find(node, region)
     with _typed(log):
         delete = " ".join(map(_shell_path, copied_keys(cloud if key_on_node else None)))
         made = sky.Task.from_yaml_config({**task, "setup": f"rm -rf {delete}\n{task['setup']}"})
@@ -248,6 +255,8 @@ class _typed:
 
 
 _QUOTA = re.compile(r"quota|limit ?exceeded", re.IGNORECASE)
+# EC2's codes for keys that it does not take.
+_KEYS = re.compile(r"ExpiredToken|RequestExpired|AuthFailure|InvalidClientTokenId|SignatureDoesNotMatch")
 
 
 def _as_ours(error: Exception, launch: _Lines | None) -> ArtSkyError:
@@ -262,7 +271,8 @@ def _as_ours(error: Exception, launch: _Lines | None) -> ArtSkyError:
         )
     if isinstance(error, exceptions.ApiServerConnectionError | ConnectionError):
         return ProviderUnavailable(f"SkyPilot's server does not answer ({text}); run `sky api start`, then try again")
-    if isinstance(error, aws.NoCredentialsError | exceptions.NoCloudAccessError | exceptions.InvalidCloudCredentials):
+    keyless = aws.NoCredentialsError | exceptions.NoCloudAccessError | exceptions.InvalidCloudCredentials
+    if isinstance(error, keyless) or _KEYS.search(text):
         return NoCredentials(f"no usable credentials: {text}; run `sky check`, which says how to set them up")
     if isinstance(error, exceptions.ResourcesUnavailableError):
         why = launch.refusal if launch is not None and launch.refusal else text

@@ -33,7 +33,7 @@ from art_sky.node.task import task_yaml
 
 WORKER = (sys.executable, "-m", "art_sky.controller.clouds.sky_worker")
 # Seconds until a call is killed. A launch is bound by the controller's own deadline for setup, too.
-DEADLINES = {"check": 60, "launch": 2400, "find": 120, "end": 300, "machines": 300}
+DEADLINES = {"check": 180, "launch": 2400, "find": 120, "end": 300, "machines": 300}
 # All clouds that SkyPilot's config has the setting `remote_identity` for (`get_config_schema` of 0.14.1).
 _KEYED_CLOUDS = ("aws", "azure", "gcp", "kubernetes", "nebius", "oci", "slurm", "ssh", "vast")
 NODE_FOLDER = "~/.art-sky-node"
