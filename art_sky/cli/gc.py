@@ -20,16 +20,36 @@ from art_sky.store.model_store import ModelStore, list_models
     show_default=True,
     help="Leave what is younger than this: somebody may be about to use it.",
 )
+@click.option("--clouds", is_flag=True, help="Of machines instead: those at the clouds that nobody needs.")
+@click.option("--end", "picked", metavar="NAME", multiple=True, help="With --clouds: end this machine, whatever it is.")
 @store_options
 @json_option
 def command(
-    model: str | None, delete: bool, grace_hours: float, url: str | None, cluster: str | None, as_json: bool
+    model: str | None,
+    delete: bool,
+    grace_hours: float,
+    clouds: bool,
+    picked: tuple[str, ...],
+    url: str | None,
+    cluster: str | None,
+    as_json: bool,
 ) -> None:
     """Find what no step needs; with --delete, delete it.
 
     That is what crashes left, batches that were uploaded and never trained on, and leftovers of broken uploads. What
     HEAD, a tag, a fork or a waiting train request needs stays. To delete, no server may have the model meanwhile.
+
+    With --clouds it lists the machines, stopped ones too, that carry our names or labels, and which of them are
+    orphans by the registry here or by the ledger in --store. A name alone confirms nothing.
     """
+    if clouds:
+        if model is not None or cluster is not None:
+            raise click.UsageError("--clouds takes no MODEL and no --cluster")
+        from art_sky.cli.cloud_gc import collect_machines
+
+        return collect_machines(url, delete, picked, as_json)
+    if picked:
+        raise click.UsageError("--end goes with --clouds")
     store = chosen_store(url, cluster)
     models = [ModelStore(store, *names) for names in list_models(store)] if model is None else []
     if model is not None:
