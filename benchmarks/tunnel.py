@@ -98,8 +98,8 @@ def _measure(ways: dict[str, http.client.HTTPConnection], rounds: int) -> None:
                 "case": f"{case} {name} ms",
                 "ours": ours,
                 "peers": figures,
-                "ratio": round(ours / figures["ssh -N"], 3),
-                "notes": f"ours is the stable address, {ours - figures['direct']:.3f} ms above direct; ratio to ssh -N; "
+                "ratio": {"ssh -N": round(figures["ssh -N"] / ours, 2)},
+                "notes": f"ours is the stable address, {ours - figures['direct']:.3f} ms above direct; "
                 f"of {rounds} over {STALL_MS} ms: {stalls}",
             }
             print(json.dumps(line), flush=True)
