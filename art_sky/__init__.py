@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from art_sky.config import ModelOptions as ModelOptions
     from art_sky.config import SFTConfig as SFTConfig
     from art_sky.config import TrainConfig as TrainConfig
+    from art_sky.config import TrainerConfig as TrainerConfig
     from art_sky.schedules import create_lr_schedule as create_lr_schedule
     from art_sky.schemas import TrainResult as TrainResult
     from art_sky.trajectories import History as History
@@ -57,7 +58,7 @@ _HOME = {
     "client.rollout": ["Rollout"],
     "client.sft": ["iterate_file", "train_sft_from_file"],
     "client.skypilot_backend": ["SkyPilotBackend"],
-    "config": ["EngineConfig", "LoRAConfig", "ModelOptions", "SFTConfig", "TrainConfig"],
+    "config": ["EngineConfig", "LoRAConfig", "ModelOptions", "SFTConfig", "TrainConfig", "TrainerConfig"],
     "schedules": ["create_lr_schedule"],
     "schemas": ["TrainResult"],
     "trajectories": ["History", "MessagesAndChoices", "RolloutError", "Trajectory", "TrajectoryGroup"],

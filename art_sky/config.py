@@ -223,6 +223,14 @@ class EngineConfig(Settings):
         return self
 
 
+class TrainerConfig(Settings):
+    """What trains, and in how many processes."""
+
+    processes: int = Field(
+        1, ge=1, le=64, description="that compute a share of each update, on a GPU each or sharing the CPU's cores"
+    )
+
+
 class ServerConfig(Settings):
     """One server process: gateway, jobs, and the engine and trainer it supervises."""
 
@@ -230,6 +238,7 @@ class ServerConfig(Settings):
     host: Literal["127.0.0.1"] = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
     engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
     allow_untested: bool = Field(False, description="use what docs/capabilities.md lists as untested")
     idle_minutes: float | None = Field(None, gt=0, description="end the server after this time without work")
     state_dir: str = Field(description="logs, exchange log, scratch and unpacked adapters; may be deleted")

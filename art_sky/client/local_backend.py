@@ -24,7 +24,7 @@ from art_sky.client.http_backend import HttpBackend
 from art_sky.client.model import Model, TrainableModel
 from art_sky.client.progress import progress_bar
 from art_sky.client.transport import Transport
-from art_sky.config import EngineConfig, ServerConfig
+from art_sky.config import EngineConfig, ServerConfig, TrainerConfig
 from art_sky.errors import ArtSkyError, InvalidInput, NoDiskSpace
 from art_sky.schemas import ModelStatus
 
@@ -52,6 +52,7 @@ class LocalBackend(HttpBackend):
         *,
         store: str | None = None,
         engine: EngineConfig | None = None,
+        trainer: TrainerConfig | None = None,
         state_dir: str | Path | None = None,
         start_seconds: float = 60.0,
         stop_seconds: float = 15.0,
@@ -64,6 +65,7 @@ class LocalBackend(HttpBackend):
         # A project's name begins with a letter or digit, so this is never one.
         self._state_root = Path(state_dir).expanduser().resolve() if state_dir is not None else self._path / ".server"
         self._engine = engine or EngineConfig()
+        self._trainer = trainer or TrainerConfig()
         self._allow_untested = allow_untested
         self._process = _ServerProcess(start_seconds, stop_seconds)
         self._starting = threading.Lock()
@@ -111,6 +113,7 @@ class LocalBackend(HttpBackend):
                 config = ServerConfig(
                     store=self._store,
                     engine=self._engine,
+                    trainer=self._trainer,
                     allow_untested=self._allow_untested,
                     state_dir=str(folder),
                 )

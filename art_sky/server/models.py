@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from art_sky import __version__
-from art_sky.capabilities import GPU, require
-from art_sky.config import ServerConfig
-from art_sky.errors import Busy, Conflict, InvalidInput, NotFound, VersionMismatch
+from art_sky.capabilities import CPU, GPU, require
+from art_sky.config import ServerConfig, TrainerConfig
+from art_sky.errors import Busy, Conflict, InvalidConfig, InvalidInput, NotFound, VersionMismatch
+from art_sky.inference.gpus import Placement
 from art_sky.inference.protocol import Engine
 from art_sky.names import check_name, split_step
 from art_sky.schemas import AdapterRef, InitTask, Manifest, ModelRecord, ModelStatus, RegisterRequest
@@ -242,8 +243,12 @@ class Registry:
         placement = await asyncio.to_thread(self._parts.place, settings)
         if placement.engine:
             require(f"engine {settings.kind}", "sampling", GPU, self._config.allow_untested)
+        trainer = self._config.trainer
+        _check_trainer(trainer, placement, self._config.allow_untested)
         self.engine = self._parts.make_engine(folder, settings, logs / "engine.log", placement)
-        self.trainer = self._parts.make_trainer(folder, settings.dtype, threads, logs / "trainer.log", placement)
+        self.trainer = self._parts.make_trainer(
+            folder, trainer, settings.dtype, threads, logs / "trainer.log", placement
+        )
         await self.engine.start()
         self._max_rank = settings.max_lora_rank
         self.base_model = request.base_model
@@ -305,6 +310,17 @@ def step_files(folder: Path) -> dict[str, Path]:
     if not files:
         raise Busy(f"the trainer wrote no files into {folder}; look at its log, then try again")
     return files
+
+
+def _check_trainer(trainer: TrainerConfig, placement: Placement, allow_untested: bool) -> None:
+    """Raises InvalidConfig for what this machine cannot do, or what was never tried unless that is allowed."""
+    if trainer.processes > 1:
+        gpus = len(placement.trainer)
+        if gpus and trainer.processes > gpus:
+            raise InvalidConfig(
+                f"the trainer has {gpus} GPUs here, not {trainer.processes}; give processes={gpus} or fewer"
+            )
+        require("trainer", "several processes", GPU if gpus else CPU, allow_untested)
 
 
 def versions() -> dict[str, str]:

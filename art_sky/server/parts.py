@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from art_sky.config import EngineConfig
+from art_sky.config import EngineConfig, TrainerConfig
 from art_sky.errors import InvalidConfig
 from art_sky.inference.gpus import Placement
 from art_sky.inference.protocol import Engine
@@ -44,8 +44,8 @@ def _no_gpus(_: EngineConfig) -> Placement:
 class Parts:
     make_engine: Callable[[Path, EngineConfig, Path, Placement], Engine]  # base model's folder, settings, log file
     make_trainer: Callable[
-        [Path, Literal["bfloat16", "float32"], int, Path, Placement], Trainer
-    ]  # folder, dtype, threads, log file
+        [Path, TrainerConfig, Literal["bfloat16", "float32"], int, Path, Placement], Trainer
+    ]  # folder, settings, dtype, threads, log file
     resolve_base: Callable[[str], Path]
     open_store: Callable[[str], Store]
     place: Callable[[EngineConfig], Placement] = _no_gpus  # the GPUs of engine and trainer; blocks
@@ -75,13 +75,18 @@ def _make_engine(folder: Path, settings: EngineConfig, log_file: Path, placement
 
 
 def _make_trainer(
-    folder: Path, dtype: Literal["bfloat16", "float32"], threads: int, log_file: Path, placement: Placement
+    folder: Path,
+    settings: TrainerConfig,
+    dtype: Literal["bfloat16", "float32"],
+    threads: int,
+    log_file: Path,
+    placement: Placement,
 ) -> Trainer:
     from art_sky.inference.gpus import visible
     from art_sky.training.process import TrainerProcess
 
     environment = visible(placement.trainer) if placement.trainer else {}
-    return TrainerProcess(folder, dtype, threads, log_file, environment)
+    return TrainerProcess(folder, dtype, threads, log_file, environment, settings)
 
 
 def _place(settings: EngineConfig) -> Placement:

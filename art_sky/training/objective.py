@@ -22,6 +22,7 @@ from art_sky.training.losses import (
     sum_by,
     token_weights,
 )
+from art_sky.training.ranks import ALONE, Ranks
 from art_sky.training.rows import Segment, plan
 from art_sky.training.sequences import TokenSequence
 from art_sky.training.tokens import TokenTable
@@ -53,6 +54,7 @@ class Part:
     old: Tensor | None = None  # the trainer's logprobs before the call, where ratios refer to them
     correction: Tensor | None = None  # importance weights
     reference: Tensor | None = None  # logprobs under the KL penalty's reference
+    ranks: int = 1  # processes that have a share of the segments each
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +69,9 @@ class Observed:
     kl: Tensor | None
 
 
-def make_parts(sequences: Sequence[TokenSequence], config: TrainConfig, share: bool) -> list[Part]:
+def make_parts(
+    sequences: Sequence[TokenSequence], config: TrainConfig, share: bool, ranks: Ranks = ALONE
+) -> list[Part]:
     """The batch's groups in `minibatches` parts, or as many as there are groups; empty ones are left out."""
     groups = list(dict.fromkeys(s.group for s in sequences))
     count = min(config.minibatches, len(groups))
@@ -85,8 +89,8 @@ def make_parts(sequences: Sequence[TokenSequence], config: TrainConfig, share: b
         tokens = own.tokens if per == "part_token" else whole.tokens / count
         table = TokenTable.of(computed)
         weight = token_weights(per, table.trajectory, tokens, own.trajectories, config.normalize_tokens or 1024)
-        segments = plan(computed, config.micro_batch_tokens, share)
-        parts.append(Part(computed, table, segments, weight.float(), table.advantage))
+        segments = plan(computed, config.micro_batch_tokens, share, ranks.rank, ranks.count)
+        parts.append(Part(computed, table, segments, weight.float(), table.advantage, ranks=ranks.count))
     return parts
 
 
@@ -128,13 +132,13 @@ class PolicyObjective:
         epsilon_high = self._loss.epsilon_high if config.epsilon_high is None else config.epsilon_high
         self._bounds = Bounds(1 - epsilon, 1 + epsilon_high)
         self._slopes: Tensor | None = None
-        if self._loss.by_sequence and _spread(part):
+        if self._loss.by_sequence and (part.ranks > 1 or _spread(part)):
             # The ratio of a trajectory takes all its tokens, and no segment has them: its derivative by each logprob
             # is found first, and the segments then need only multiply.
             logp = score(part.segments, part.table).requires_grad_()
             total, self._cut, self._kl = self._evaluate(torch.arange(len(logp)), logp)
             (self._slopes,) = torch.autograd.grad(total, logp)
-            self._add(total)
+            self._add(total / part.ranks)  # each has the whole
 
     def __call__(self, tokens: Tensor, logp: Tensor, entropy: Tensor) -> Tensor:
         if self._slopes is None:
@@ -145,6 +149,20 @@ class PolicyObjective:
             cut, kl = self._cut[tokens], None if self._kl is None else self._kl[tokens]
         self.seen.append(Observed(self._part, tokens, logp.detach(), entropy, cut, kl))
         return total
+
+    def gather(self, ranks: Ranks) -> tuple[float, list[Observed]]:
+        """The loss, and what was seen, of all processes."""
+        if ranks.count == 1:
+            return self.loss, self.seen
+        found = torch.zeros(4, len(self._part.table))
+        for o in self.seen:
+            found[:3, o.tokens] = torch.stack([o.logp, o.entropy, o.cut.float()])
+            if o.kl is not None:
+                found[3, o.tokens] = o.kl
+        logp, entropy, cut, kl = ranks.sum(found)
+        tokens, with_kl = torch.arange(len(self._part.table)), self._part.reference is not None
+        everything = Observed(self._part, tokens, logp, entropy, cut > 0.5, kl if with_kl else None)
+        return ranks.sum(torch.tensor([self.loss], dtype=torch.float64)).item(), [everything]
 
     def _evaluate(self, tokens: Tensor, logp: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The share of the loss, [n] whether a bound cut, [n] KL."""

@@ -36,7 +36,7 @@ def prefix_tree(sequences: Sequence[Ids]) -> Node:
     edge = [root]  # the path to the sequence before
     before: Ids = root.ids
     for ids in sorted(sequences, key=lambda s: s.astype(">i4").tobytes()):
-        shared = _common(before, ids)
+        shared = common_length(before, ids)
         while len(edge) > 1 and edge[-1].depth >= shared:
             edge.pop()
         top = edge[-1]
@@ -72,7 +72,7 @@ def path(root: Node, ids: Ids) -> Iterator[Node]:
         yield node
 
 
-def _common(a: Ids, b: Ids) -> int:
+def common_length(a: Ids, b: Ids) -> int:
     """The number of tokens with which both begin."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from art_sky.config import TrainerConfig
 from art_sky.schemas import InitTask, TrainOutcome, TrainTask
 from art_sky.server.child import Child
 
@@ -26,9 +27,11 @@ class TrainerProcess:
         threads: int,
         log_file: Path,
         environment: Mapping[str, str] | None = None,
+        settings: TrainerConfig | None = None,
     ) -> None:
         """`environment` is set beside this process's own, e.g. which GPUs the trainer may see."""
         arguments = ["--base-model", str(base_model), "--dtype", dtype, "--threads", str(threads)]
+        arguments += ["--processes", str((settings or TrainerConfig()).processes)]
         # Threads that wait must not spin: beside other work on the same cores that was five times slower (measured).
         waiting = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": waiting}

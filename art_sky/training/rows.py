@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from art_sky.training.prefix_tree import Ids, Node, path, prefix_tree
+from art_sky.training.prefix_tree import Ids, Node, common_length, path, prefix_tree
 from art_sky.training.sequences import TokenSequence
 
 Ints = npt.NDArray[np.int64]
@@ -73,12 +74,15 @@ class Segment:
             yield from child.walk()
 
 
-def plan(sequences: Sequence[TokenSequence], budget: int, share: bool) -> list[Segment]:
-    """Segments that together predict every trained token once. Their number in the batch is by sequence, then place.
+def plan(sequences: Sequence[TokenSequence], budget: int, share: bool, rank: int = 0, ranks: int = 1) -> list[Segment]:
+    """Segments that together predict every trained token once, in one of `ranks` processes. The number of a token in
+    the batch is by sequence, then place, in every process alike.
 
     What comes after a sequence's last trained token, that token included, is an input to nothing and is left out.
     """
     numbered = _numbered(sequences)
+    if ranks > 1:
+        numbered = _own(numbered, rank, ranks)
     return _Packer(budget).plan(numbered) if share else list(_padded(numbered, budget))
 
 
@@ -101,6 +105,19 @@ def _numbered(sequences: Sequence[TokenSequence]) -> list[_Numbered]:
         numbered.append(_Numbered(s.ids[: sources[-1] + 1], s.group, sources, first))
         first += len(sources)
     return numbered
+
+
+def _own(numbered: list[_Numbered], rank: int, ranks: int) -> list[_Numbered]:
+    """What one process computes: neighbours in the groups' order, which share most, and about as many unique tokens as
+    the others have."""
+    ordered = sorted(numbered, key=lambda s: (s.group, s.ids.astype(">i4").tobytes()))
+    cost = [len(s.ids) for s in ordered]
+    for i, (before, s) in enumerate(pairwise(ordered), 1):
+        if before.group == s.group:
+            cost[i] -= common_length(before.ids, s.ids)
+    middle = np.cumsum(cost) - np.array(cost) / 2
+    owner = (middle * ranks / max(sum(cost), 1)).astype(int)
+    return [s for s, at in zip(ordered, owner, strict=True) if at == rank]
 
 
 class _Packer:

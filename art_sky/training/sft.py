@@ -17,25 +17,33 @@ from torch import Tensor
 from art_sky.config import SFTConfig
 from art_sky.errors import InvalidConfig
 from art_sky.schedules import create_lr_schedule
-from art_sky.training import passes
+from art_sky.training import passes, trainer
 from art_sky.training.model import Policy
 from art_sky.training.objective import not_finite
 from art_sky.training.optimizer import update
+from art_sky.training.ranks import ALONE, Ranks
 from art_sky.training.rows import Segment, plan
 from art_sky.training.sequences import Batch, TokenSequence
 from art_sky.training.state import TrainerState
 from art_sky.training.tokens import TokenTable
-from art_sky.training.trainer import Metrics, PassCount, Progress, describe
+from art_sky.training.trainer import Metrics, PassCount, Progress
 
 
-def train(policy: Policy, state: TrainerState, batch: Batch, config: SFTConfig, progress: Progress) -> Metrics:
+def train(
+    policy: Policy,
+    state: TrainerState,
+    batch: Batch,
+    config: SFTConfig,
+    progress: Progress,
+    ranks: Ranks = ALONE,
+) -> Metrics:
     """Makes the updates of one call in `state`, in place, and returns the metrics; `batch.reason()` must be None.
 
     Raises InvalidConfig for a list of learning rates that is not one for each update, TrainFailed on a loss, gradient
     or weight that is not finite; `state` is then unusable.
     """
     began = time.monotonic()
-    parts = make_parts(batch, config, share=policy.not_packed is None)
+    parts = make_parts(batch, config, policy.not_packed is None, ranks)
     rates = learning_rates(config, len(parts))
     segments = [s for part in parts for top in part.segments for s in top.walk()]
     count = PassCount(progress, config.epochs * len(segments))
@@ -48,25 +56,33 @@ def train(policy: Policy, state: TrainerState, batch: Batch, config: SFTConfig, 
     for rate, part in zip(rates, [*parts] * config.epochs, strict=True):
         loss = CrossEntropy(len(part.table))
         passes.backward(policy, part.segments, part.table, loss, count)
+        ranks.sum_gradients(parameters.values())
         norms.append(update(parameters, state, config, rate))
         state.sft_updates += 1
-        losses.append(loss.loss)
+        losses.append(ranks.sum(torch.tensor([loss.loss], dtype=torch.float64)).item())
+    ranks.check_equal(state.adapter)
+    computed = ranks.sum(torch.tensor([sum(s.unpadded for s in segments), len(segments)], dtype=torch.float64)).tolist()
     seconds = time.monotonic() - began
     tokens = [len(p.table) for p in parts] * config.epochs
     return {
-        **{k: v for k, v in describe(batch).items() if k in _COUNTS},
+        **describe(batch),
         "loss": math.fsum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens),
         "loss_first": losses[0],
         "loss_last": losses[-1],
         "grad_norm": max(norms),
         "learning_rate": rates[-1],
         "updates": float(len(losses)),
-        "data/tokens_computed": float(sum(s.unpadded for s in segments)),
-        "data/micro_batches": float(len(segments)),
+        "data/tokens_computed": computed[0],
+        "data/micro_batches": computed[1],
         "data/prefix_tree": float(policy.not_packed is None),
         "time/train_seconds": seconds,
         "time/tokens_per_second": config.epochs * sum(map(len, batch.sequences)) / max(seconds, 1e-9),
     }
+
+
+def describe(batch: Batch) -> Metrics:
+    """The metrics that need no model, also of a batch that teaches nothing."""
+    return {k: v for k, v in trainer.describe(batch).items() if k in _COUNTS}
 
 
 _COUNTS = (
@@ -82,17 +98,17 @@ _COUNTS = (
 class Part:
     """The trajectories of one update."""
 
-    def __init__(self, sequences: Sequence[TokenSequence], config: SFTConfig, share: bool) -> None:
+    def __init__(self, sequences: Sequence[TokenSequence], config: SFTConfig, share: bool, ranks: Ranks) -> None:
         self.table = TokenTable.of(sequences)
-        self.segments: list[Segment] = plan(sequences, config.micro_batch_tokens, share)
+        self.segments: list[Segment] = plan(sequences, config.micro_batch_tokens, share, ranks.rank, ranks.count)
 
 
-def make_parts(batch: Batch, config: SFTConfig, share: bool) -> list[Part]:
+def make_parts(batch: Batch, config: SFTConfig, share: bool, ranks: Ranks = ALONE) -> list[Part]:
     """`batch_size` trajectories each, in their order; one whose sequences were all dropped leaves its part smaller."""
     by_part: dict[int, list[TokenSequence]] = {}
     for s in batch.sequences:
         by_part.setdefault(s.trajectory // config.batch_size, []).append(s)
-    return [Part(sequences, config, share) for sequences in by_part.values()]
+    return [Part(sequences, config, share, ranks) for sequences in by_part.values()]
 
 
 def learning_rates(config: SFTConfig, parts: int) -> list[float]:

@@ -34,6 +34,7 @@ from art_sky.training.losses import bounded
 from art_sky.training.model import Policy
 from art_sky.training.objective import Observed, PolicyObjective, make_parts, needs_own_logprobs, prepare
 from art_sky.training.optimizer import learning_rate, update
+from art_sky.training.ranks import ALONE, Ranks
 from art_sky.training.rows import Segment
 from art_sky.training.sequences import Batch
 from art_sky.training.state import TrainerState
@@ -50,20 +51,22 @@ def train(
     config: TrainConfig,
     progress: Progress,
     reference: TrainerState | None = None,
+    ranks: Ranks = ALONE,
 ) -> Metrics:
     """Makes the updates of one call in `state`, in place, and returns the metrics; `batch.reason()` must be None.
 
     `reference` is the step of `kl_penalty_reference_step`. Raises TrainFailed on a loss, gradient or weight that is
-    not finite; `state` is then unusable.
+    not finite; `state` is then unusable. Of several `ranks`, all are called alike and come to the same state.
     """
     began = time.monotonic()
-    parts = make_parts(batch.sequences, config, share=policy.not_packed is None)
+    parts = make_parts(batch.sequences, config, share=policy.not_packed is None, ranks=ranks)
     segments = [s for part in parts for top in part.segments for s in top.walk()]
     scorings = (config.kl_penalty_coef > 0) + needs_own_logprobs(config)
     count = PassCount(progress, (config.epochs + scorings) * len(segments))
 
     def score(segments: Sequence[Segment], table: TokenTable) -> Tensor:
-        return passes.score(policy, segments, table, count)
+        found = passes.score(policy, segments, table, count)
+        return found if ranks.count == 1 else ranks.sum(found.nan_to_num(0.0))
 
     if reference is not None:
         policy.load_adapter(reference.adapter_config, reference.adapter)
@@ -86,10 +89,14 @@ def train(
         for part in parts:
             objective = PolicyObjective(part, config, score)
             passes.backward(policy, part.segments, part.table, objective, count)
+            ranks.sum_gradients(parameters.values())
             rates.append(learning_rate(config, state))
             norms.append(update(parameters, state, config, rates[-1]))
-            losses.append(objective.loss)
-            seen[-1] += objective.seen
+            loss, observed = objective.gather(ranks)
+            losses.append(loss)
+            seen[-1] += observed
+    ranks.check_equal(state.adapter)
+    computed = ranks.sum(torch.tensor([sum(s.unpadded for s in segments), len(segments)], dtype=torch.float64)).tolist()
     seconds = time.monotonic() - began
     return {
         **describe(batch),
@@ -99,8 +106,8 @@ def train(
         "learning_rate": rates[-1],
         "updates": float(len(losses)),
         "data/sequences_without_advantage": float(sum(s.advantage == 0 for s in batch.sequences)),
-        "data/tokens_computed": float(sum(s.unpadded for s in segments)),
-        "data/micro_batches": float(len(segments)),
+        "data/tokens_computed": computed[0],
+        "data/micro_batches": computed[1],
         "data/prefix_tree": float(policy.not_packed is None),
         "time/train_seconds": seconds,
         "time/tokens_per_second": config.epochs * sum(len(s) for p in parts for s in p.sequences) / max(seconds, 1e-9),

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from art_sky.config import SFTConfig
-from art_sky.errors import Cancelled, InvalidInput, NoDiskSpace, StoreError, TrainFailed
+from art_sky.config import SFTConfig, TrainConfig
+from art_sky.errors import ArtSkyError, Cancelled, InvalidInput, NoDiskSpace, StoreError, TrainFailed
 from art_sky.schemas import InitTask, TrainOutcome, TrainTask
 from art_sky.store.batches import decode_batch
 from art_sky.store.failpoints import failpoint
@@ -25,12 +26,22 @@ from art_sky.worker import Call, Channel
 
 if TYPE_CHECKING:
     from art_sky.training.model import Dtype, Policy
+    from art_sky.training.ranks import Followers, Ranks
+    from art_sky.training.sequences import Batch
+    from art_sky.training.state import TrainerState
+    from art_sky.training.trainer import Progress
 
 
 class Worker:
-    def __init__(self, base_model: Path, dtype: Dtype, threads: int) -> None:
+    """The model and the calls. `command` starts the processes that compute beside this one, `processes` in all."""
+
+    def __init__(
+        self, base_model: Path, dtype: Dtype, threads: int, command: Sequence[str] = (), processes: int = 1
+    ) -> None:
         self._base_model, self._dtype, self._threads = base_model, dtype, threads
+        self._command, self._processes = command, processes
         self._policy: Policy | None = None
+        self._followers: Followers | None = None
 
     def init(self, call: Call) -> dict[str, Any]:
         from art_sky.training import state
@@ -44,7 +55,6 @@ class Worker:
 
     def train(self, call: Call) -> dict[str, Any]:
         from art_sky.training import sft, state, trainer
-        from art_sky.training.sequences import build_batch, build_examples
 
         task = TrainTask.model_validate(call.params)
 
@@ -58,28 +68,80 @@ class Worker:
 
         began = time.monotonic()
         with _typed():
-            policy = self._load()
-            groups = decode_batch(Path(task.batch_path).read_bytes())
-            limits = {"vocab_size": policy.vocab_size, "context_length": policy.context_length}
-            if isinstance(task.config, SFTConfig):
-                batch = build_examples(groups, task.config, **limits)
-                reason = batch.reason()
-            else:
-                batch = build_batch(groups, task.config, **limits)
-                reason = batch.reason(task.config.kl_penalty_coef > 0)
+            batch = self._batch(task)
+            reason = batch.reason(isinstance(task.config, TrainConfig) and task.config.kl_penalty_coef > 0)
             if reason is not None:
-                metrics = {**trainer.describe(batch), "time/train_seconds": time.monotonic() - began}
+                describe = sft.describe if isinstance(task.config, SFTConfig) else trainer.describe
+                metrics = {**describe(batch), "time/train_seconds": time.monotonic() - began}
                 return TrainOutcome(updates=0, reason=reason, metrics=metrics).model_dump()
             step = state.load(Path(task.parent_dir))
-            reference = state.load(Path(task.reference_dir)) if task.reference_dir else None
             before = step.updates
-            if isinstance(task.config, SFTConfig):
-                metrics = sft.train(policy, step, batch, task.config, progress)
-            else:
-                metrics = trainer.train(policy, step, batch, task.config, progress, reference)
+            with self._others(task) as ranks:
+                metrics = self._update(task, step, batch, progress, ranks)
             state.save(step, Path(task.out_dir))
         metrics["time/train_seconds"] = time.monotonic() - began
         return TrainOutcome(updates=step.updates - before, metrics=metrics).model_dump()
+
+    def follow(self, rank: int, meeting: Path) -> None:
+        """Computes a share of every call, as one of the processes beside rank 0."""
+        from art_sky.training import ranks, state
+
+        stdout = os.dup(1)
+        os.dup2(2, 1)  # what libraries print goes into the log
+        policy = self._load()
+        group = ranks.Ranks.join(rank, self._processes, meeting, policy.device.type == "cuda")
+        for task in ranks.tasks_of_rank_0():
+            try:
+                with _typed():
+                    step = state.load(Path(task.parent_dir))
+                    self._update(task, step, self._batch(task), lambda *_: failpoint("follower-mid-step"), group)
+            except ArtSkyError as e:
+                ranks.tell_rank_0(e, stdout)
+                raise SystemExit(1) from e
+
+    def _batch(self, task: TrainTask) -> Batch:
+        from art_sky.training.sequences import build_batch, build_examples
+
+        policy = self._load()
+        groups = decode_batch(Path(task.batch_path).read_bytes())
+        limits = {"vocab_size": policy.vocab_size, "context_length": policy.context_length}
+        if isinstance(task.config, SFTConfig):
+            return build_examples(groups, task.config, **limits)
+        return build_batch(groups, task.config, **limits)
+
+    def _update(
+        self, task: TrainTask, step: TrainerState, batch: Batch, progress: Progress, ranks: Ranks
+    ) -> dict[str, float | None]:
+        from art_sky.training import sft, state, trainer
+
+        if isinstance(task.config, SFTConfig):
+            return sft.train(self._load(), step, batch, task.config, progress, ranks)
+        reference = state.load(Path(task.reference_dir)) if task.reference_dir else None
+        return trainer.train(self._load(), step, batch, task.config, progress, reference, ranks)
+
+    @contextlib.contextmanager
+    def _others(self, task: TrainTask) -> Iterator[Ranks]:
+        """The other processes, which have got the task too. Where the block fails they end, and so does their wait."""
+        from art_sky.training.ranks import ALONE, Followers
+
+        if self._processes == 1:
+            yield ALONE
+            return
+        try:
+            if self._followers is None:
+                gpu = self._load().device.type == "cuda"
+                self._followers = Followers(self._command, self._processes, gpu)
+            self._followers.send(task)
+            yield self._followers.ranks
+        except BaseException as e:
+            followers, self._followers = self._followers, None
+            try:
+                if isinstance(e, (RuntimeError, OSError)) and followers is not None and (why := followers.failure()):
+                    raise why from e
+            finally:
+                if followers is not None:
+                    followers.stop()
+            raise
 
     def _load(self) -> Policy:
         if self._policy is None:
@@ -94,14 +156,24 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", required=True)  # read by Channel.from_argv
+    parser.add_argument("--fd")  # read by Channel.from_argv
     parser.add_argument("--base-model", required=True, type=Path)
     parser.add_argument("--dtype", required=True, choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", required=True, type=int)
+    parser.add_argument("--threads", required=True, type=int, help="of all processes together")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--rank", type=int, help="of a process that computes beside the one with the channel")
+    parser.add_argument("--meeting", type=Path)
     args = parser.parse_args()
+    own = ["--base-model", str(args.base_model), "--dtype", args.dtype, "--threads", str(args.threads)]
+    own += ["--processes", str(args.processes)]
+    command = [sys.executable, "-m", "art_sky.training.worker", *own]
+    threads = max(args.threads // args.processes, 1)
+    worker = Worker(args.base_model, args.dtype, threads, command, args.processes)
+    if args.rank is not None:
+        worker.follow(args.rank, args.meeting)
+        return
     channel = Channel.from_argv()
     channel.ready({"pid": os.getpid(), "dtype": args.dtype, "threads": args.threads})
-    worker = Worker(args.base_model, args.dtype, args.threads)
     channel.serve({"init": worker.init, "train": worker.train})
 
 

@@ -56,7 +56,7 @@ SIGNATURES = {
     "iterate_file": "(file_path, epochs=1, shuffle_buffer_size=10000, seed=42, initial_skip=0)",
     "ServerBackend.train_request": "(self, model, groups, config, request_id)",
     "ServerBackend.download_checkpoint": "(self, model, step, folder, *, optimizer=False)",
-    "LocalBackend": "(path='.art-sky', *, store=None, engine=None, state_dir=None, start_seconds=60.0, "
+    "LocalBackend": "(path='.art-sky', *, store=None, engine=None, trainer=None, state_dir=None, start_seconds=60.0, "
     "stop_seconds=15.0, cancel_jobs=True, allow_untested=False)",
     "load_trajectories": "(store, project=None, models=None, split=None, steps=None)",
     "connect": "(url_or_cluster_name, token=None, **options)",
