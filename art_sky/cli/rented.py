@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from art_sky.cli.output import duration, stderr, table
-from art_sky.controller.control import ControlClient, has_rented_clusters
+from art_sky.controller.control import rented_views
 from art_sky.errors import NotFound
 from art_sky.suggest import did_you_mean
 
@@ -14,13 +14,8 @@ COLUMNS = ["name", "state", "address", "machine", "#$/h", "#spent", "#at most", 
 
 
 def rented_clusters(*, over: bool = False) -> list[dict[str, Any]]:
-    """Views of rented clusters, of each name the newest; those that are over only where asked for.
-
-    Starts the controller if there is anything that it should watch, and never on a machine that rented nothing.
-    """
-    if not has_rented_clusters():
-        return []
-    return [view for view in ControlClient().status() if over or view["state"] != "down"]
+    """Views of rented clusters, of each name the newest; those that are over only where asked for."""
+    return [view for view in rented_views() if over or view["state"] != "down"]
 
 
 def find_rented(name: str, *, over: bool = False) -> dict[str, Any] | None:

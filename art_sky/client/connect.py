@@ -54,11 +54,9 @@ def connect(url_or_cluster_name: str, token: str | None = None, **options: Any) 
 
 def _rented(name: str, token: str | None, options: dict[str, Any]) -> ServerBackend | None:
     """A rented cluster of this name that is wanted up: its address is there also while a machine is replaced."""
-    from art_sky.controller.control import ControlClient, has_rented_clusters
+    from art_sky.controller.control import rented_views
 
-    if not has_rented_clusters():
-        return None
-    view = next((v for v in ControlClient().status() if v["name"] == name and v["wanted"] == "up"), None)
+    view = next((v for v in rented_views() if v["name"] == name and v["wanted"] == "up"), None)
     if view is None:
         return None
     from art_sky.client.skypilot_backend import SkyPilotBackend

@@ -18,7 +18,9 @@ from typing import Any
 
 from art_sky import __version__
 from art_sky.config import home
+from art_sky.controller.registry import Registry, registry_file
 from art_sky.controller.rented import LaunchRequest
+from art_sky.controller.views import cluster_view, is_over
 from art_sky.errors import ArtSkyError, ServerUnreachable, VersionMismatch, from_wire
 
 START_SECONDS = 20.0
@@ -205,6 +207,17 @@ def _last_line(log: Path) -> str:
     return f"see {log}"
 
 
-def has_rented_clusters() -> bool:
-    """Whether there is anything that a controller knows; asks none."""
-    return (controller_folder() / "registry.sqlite").exists()
+def rented_views() -> list[dict[str, Any]]:
+    """Views of rented clusters, of each name the newest run. Asks the controller, which is started, only while there is
+    anything to watch. Raises what the registry and the controller raise."""
+    if not registry_file().exists():
+        return []
+    registry = Registry(registry_file())
+    try:
+        newest = registry.newest()
+    finally:
+        registry.close()
+    if all(is_over(cluster) for cluster in newest):
+        now = time.time()
+        return [{**cluster_view(cluster, None, None, now), "held_requests": 0} for cluster in newest]
+    return ControlClient().status()

@@ -17,7 +17,8 @@ from cli_store import run
 
 import art_sky
 from art_sky.config import home
-from art_sky.errors import InvalidConfig
+from art_sky.controller.control import ControlClient
+from art_sky.errors import InvalidConfig, NotFound, ServerUnreachable
 
 CONTROLLER_TESTS = str(Path(__file__).parents[1] / "controller")
 sys.path.insert(0, CONTROLLER_TESTS)
@@ -95,7 +96,13 @@ def test_commands_on_a_rented_cluster(cloud: Path, tmp_path: Path, capsys: pytes
     assert list(cloud.glob("*.json")) == []
     assert run("down", "run") == 0 and run("down", "nobody") == 1
     capsys.readouterr()
+    ControlClient(start=False).stop()
     assert run("status") == 0 and "No cluster is up" in capsys.readouterr().out
+    assert run("status", "--all") == 0 and "run" in capsys.readouterr().out
+    with pytest.raises(ServerUnreachable):
+        ControlClient(start=False).status()  # for what is over no controller is started
+    with pytest.raises(NotFound, match="there is no cluster 'run'"):
+        art_sky.connect("run")
 
 
 def test_async_with_ends_the_cluster(cloud: Path, tmp_path: Path) -> None:
