@@ -30,11 +30,15 @@ _INSTEAD = {
 
 
 class SkyPilotBackend(ServerBackend):
-    """Made by `initialize_cluster`, or with a cluster's name by `art_sky.connect`. `async with` ends the cluster."""
+    """Made by `initialize_cluster`, and then `async with` ends the cluster; or with a cluster's name by
+    `art_sky.connect`, which leaves its end to who launched it."""
 
-    def __init__(self, cluster_name: str, base_url: str, token: str, **options: Any) -> None:
+    def __init__(
+        self, cluster_name: str, base_url: str, token: str, *, ends_cluster: bool = False, **options: Any
+    ) -> None:
         super().__init__(base_url, token, **{"patience": RENTED_PATIENCE_SECONDS, **options})
         self.cluster_name = cluster_name
+        self._ends_cluster = ends_cluster
 
     @classmethod
     async def initialize_cluster(
@@ -73,11 +77,12 @@ class SkyPilotBackend(ServerBackend):
             await asyncio.gather(beginning, return_exceptions=True)
             await asyncio.to_thread(_end, cluster_name)
             raise
-        return await asyncio.to_thread(cls._of, view)
+        return await asyncio.to_thread(cls._of, view, None, ends_cluster=True)
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-        await self.down()
+        if self._ends_cluster:
+            await self.down()
 
     async def down(self) -> None:
         """Flushes, ends the cluster and waits until nothing is billed any more."""

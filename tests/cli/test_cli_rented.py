@@ -105,13 +105,15 @@ def test_commands_on_a_rented_cluster(cloud: Path, tmp_path: Path, capsys: pytes
         art_sky.connect("run")
 
 
-def test_async_with_ends_the_cluster(cloud: Path, tmp_path: Path) -> None:
+def test_async_with_ends_the_cluster_that_it_launched(cloud: Path, tmp_path: Path) -> None:
     async def main() -> None:
         backend = await art_sky.SkyPilotBackend.initialize_cluster(
             cluster_name="run", store=f"file://{tmp_path / 'store'}", clouds=["aws"]
         )
         async with backend:
-            assert list(cloud.glob("artsky-*.json"))
+            async with art_sky.connect("run"):
+                pass
+            assert list(cloud.glob("artsky-*.json")), "who connects to a cluster does not end it"
 
     asyncio.run(main())
     assert list(cloud.glob("artsky-*.json")) == []

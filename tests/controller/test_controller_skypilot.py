@@ -62,8 +62,8 @@ def test_a_launch_hands_on_progress_and_returns_the_machine(tmp_path: Path) -> N
     machine = cloud.launch(order(tmp_path), lambda phase, text: heard.append((phase, text)))
     assert machine == Machine("artsky-00c0ffee-1", "running", "aws", instance="i-1")
     assert heard == [
-        ("provisioning", "Launching on AWS us-east-1"),
-        ("provisioning", '{"remote_identity": "SERVICE_ACCOUNT"}'),
+        ("provision", "Launching on AWS us-east-1"),
+        ("provision", '{"remote_identity": "SERVICE_ACCOUNT"}'),
     ]
     kept = json.loads((tmp_path / "controller/orders/artsky-00c0ffee-1/order.json").read_text())
     assert kept == {"cloud": "aws", "region": "us-east-1", "request": "r-1"}
@@ -171,8 +171,8 @@ def test_the_order_holds_no_secret(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "phase"),
     [
-        ("⚙︎ Launching on AWS us-east-1 (us-east-1a).", "provisioning"),
-        ("└── Job submitted, ID: 1", "starting"),
+        ("⚙︎ Launching on AWS us-east-1 (us-east-1a).", "provision"),
+        ("└── Job submitted, ID: 1", "job"),
         ("x", ""),
     ],
 )

@@ -90,8 +90,11 @@ class Faults:
         """Delays, and answers for credentials that have expired, before moto sees the request."""
 
         def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            if any(f"Credential={key}/" in environ.get("HTTP_AUTHORIZATION", "") for key in self.expired):
+            signed = environ.get("HTTP_AUTHORIZATION", "")
+            if any(f"Credential={key}/" in signed for key in self.expired):
                 body = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+                if "/ec2/" in signed:
+                    body = b"<Response><Errors>%s</Errors></Response>" % body
                 start_response("400 Bad Request", [("Content-Type", "text/xml"), ("Content-Length", str(len(body)))])
                 return [body]
             if self.delays:

@@ -7,6 +7,7 @@ costs about 1.5 s.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import re
 from collections.abc import Iterator
@@ -29,9 +30,19 @@ def offers(wanted: Wanted, clouds: list[str]) -> list[Offer]:
     when a catalog cannot be had.
     """
     gpus = [parse_gpu(text) for text in wanted.gpus]
+    load()
     with _explained():
         found = list(_gpu_offers(gpus, wanted, clouds) if gpus else _cpu_offers(wanted, clouds))
     return sorted(found, key=lambda o: (o.price, o.cloud, o.region, o.instance_type))
+
+
+def load() -> None:
+    """Imports what `offers` needs, 1.5 s. Raises ProviderUnavailable without SkyPilot."""
+    try:
+        with _quiet():
+            import sky.catalog  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise ProviderUnavailable(f"{e}; install what rents machines: pip install 'art-sky[sky]'") from e
 
 
 def parse_gpu(text: str) -> tuple[str, int]:
@@ -141,7 +152,8 @@ def _explained() -> Iterator[None]:
     import requests
 
     try:
-        yield
+        with _quiet():
+            yield
     except requests.RequestException as e:
         raise ProviderUnavailable(
             f"SkyPilot's price catalog could not be fetched ({type(e).__name__}); check the network, then try again"
@@ -151,3 +163,8 @@ def _explained() -> Iterator[None]:
         raise CloudError(
             f"SkyPilot's price catalog could not be read: {e}; run `sky check`, or name other clouds with --cloud"
         ) from e
+
+
+def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
+    """SkyPilot tells its progress on stdout, where a command's own answer belongs."""
+    return contextlib.redirect_stdout(io.StringIO())

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,12 @@ class SkyPilotProvider:
         return found
 
     def offers(self, wanted: Wanted) -> list[Offer]:
-        return sky_catalog.offers(wanted, wanted.clouds or sorted(self.check()))
+        if wanted.clouds:
+            return sky_catalog.offers(wanted, wanted.clouds)
+        with ThreadPoolExecutor(1) as pool:  # both import SkyPilot, in two processes
+            enabled = pool.submit(self.check)
+            sky_catalog.load()
+            return sky_catalog.offers(wanted, sorted(enabled.result()))
 
     def launch(self, order: NodeOrder, progress: Callable[[str, str], None]) -> Machine:
         node, offer = order.config.node, order.offer
@@ -73,7 +79,7 @@ class SkyPilotProvider:
         self._remember(node, {"cloud": offer.cloud, "region": offer.region, "request": None})
         task = task_config(order, folder / "node.json")
 
-        phase = "provisioning"
+        phase = "provision"
 
         def heard(event: dict[str, Any]) -> None:
             nonlocal phase
@@ -228,11 +234,12 @@ def task_config(order: NodeOrder, node_json: Path) -> dict[str, Any]:
     return task
 
 
-# What SkyPilot prints when it enters a phase; the last match names the phase of a line.
+# What SkyPilot prints when it enters a phase.
 _PHASES = (
-    ("provisioning", ("Launching on", "Instance is up", "Creating")),
-    ("installing", ("Cluster launched", "Syncing files", "Setting up", "file mounts")),
-    ("starting", ("Job submitted", "Running setup")),
+    ("provision", ("Launching on",)),
+    ("runtime", ("Instance is up",)),  # SkyPilot's own, on the machine
+    ("files", ("Cluster launched", "Syncing")),
+    ("job", ("Job submitted",)),
 )
 
 
