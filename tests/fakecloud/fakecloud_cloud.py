@@ -209,7 +209,11 @@ class Cloud:
             host = Host(machine, folder, self.environment, API, self.adjustable_clocks)
             self.hosts[instance.id] = host
         host.machine = machine
-        host.boot()
+        try:
+            host.boot()
+        except BaseException:
+            host.halt()  # and the next round tries again
+            raise
         log(f"{instance.id} boots: {instance.instance_type} {machine.addresses}")
 
     def _rules(self, instance: Any) -> str:

@@ -89,7 +89,9 @@ class Host:
         self._pid = pid = self._init_pid()
         plug = f"v{machine.id[-8:]}"
         network.ip("link", "del", plug, check=False)
-        network.ip("link", "add", plug, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        # The same hardware address after a reboot, so that nobody's neighbour table goes stale.
+        mac = "02:00:" + ":".join(f"{int(byte):02x}" for byte in machine.private_ip.split("."))
+        network.ip("link", "add", plug, "type", "veth", "peer", "name", "eth0", "address", mac, "netns", str(pid))
         network.ip("link", "set", plug, "master", network.BRIDGE, "up")
         with network.inside(Path(f"/proc/{pid}/ns/net")):
             network.ip("link", "set", "lo", "up")

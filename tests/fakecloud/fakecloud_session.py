@@ -257,7 +257,7 @@ class FakeCloud:
             if all(i.state == "terminated" for i in mine):
                 return waited
             states = ", ".join(f"{i.id} {i.state}" for i in mine)
-            assert waited < bound, f"not gone after {bound:.0f} s: {states}\n{self.console(mine[-1].id)[-2000:]}"
+            assert waited < bound, f"not gone after {bound:.0f} s: {states}\n{self.log(mine[-1].id)}"
             time.sleep(0.5)
 
     def wait_host(self, id: str, bound: float = 60) -> Instance:
@@ -268,7 +268,7 @@ class FakeCloud:
             with suppress(OSError), self.inside(), socket.create_connection((instance.private_ip, 22), 1) as s:
                 if s.recv(4) == b"SSH-":
                     return instance
-            assert time.monotonic() < end, f"{id} does not answer: {instance}\n{self.console(id)[-2000:]}"
+            assert time.monotonic() < end, f"{id} does not answer: {instance}\n{self.log(id)}"
             time.sleep(0.1)
 
     def on_host(
@@ -363,6 +363,10 @@ class FakeCloud:
         with suppress(RuntimeError):
             return str(self._call("console", id))
         return ""
+
+    def log(self, id: str) -> str:
+        """The ends of the cloud's own log and of a host's console, for messages about what did not happen."""
+        return f"{(self.folder / 'cloud.log').read_text()[-1500:]}\n{self.console(id)[-1500:]}"
 
     # The cloud's API going wrong. All of it ends with clear_faults().
 

@@ -35,10 +35,10 @@ WantedBy=multi-user.target
 """
 
 
-def eventually(what: Callable[[], object], bound: float = 20) -> None:
+def eventually(what: Callable[[], object], bound: float = 60) -> None:
     end = time.monotonic() + bound
     while not what():
-        assert time.monotonic() < end, "did not happen"
+        assert time.monotonic() < end, f"did not happen in {bound:.0f} s"
         time.sleep(0.1)
 
 
