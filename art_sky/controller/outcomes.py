@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from art_sky.controller.rented import Node, RentedCluster
-from art_sky.node.records import REASONS, WatchdogState
+from art_sky.node.records import REASONS
 
 # `failed`: the end of a first launch, the next offer for a cluster that has served before.
 After = Literal["stop", "failed", "next offer", "same offer"]
@@ -27,7 +27,7 @@ AFTER: dict[str, tuple[str, After]] = {
     "vanished": ("the machine vanished", "next offer"),
     "silent": ("the machine runs and does not answer", "next offer"),
     "restarted": ("the controller was restarted during the launch", "same offer"),
-    "unknown": ("it ended while nobody watched, and the store cannot say why", "stop"),
+    "unknown": ("why it ended is not known", "stop"),
 }
 
 # A replacement is looked for this long; between two rounds through the plan there is a wait that doubles.
@@ -52,9 +52,15 @@ def described(reason: str) -> str:
     return f"{text}: {detail.strip()}" if detail else text
 
 
-def told(state: WatchdogState) -> str:
-    """The reason that a watchdog gave."""
-    return state.ending if state.ending in AFTER else f"server: {state.ending or 'it ended'}"
+def told(word: str | None) -> str:
+    """The reason that a watchdog gave, itself or in the ledger.
+
+    A word that is not in the table, as from a node of another release, is `unknown`: no money is spent on a guess. An
+    end without a word is the watchdog's own failure.
+    """
+    if word is None:
+        return "watchdog: it ended without a reason"
+    return word if word in AFTER else f"unknown: the node said {word[:80]!r}"
 
 
 def offer_text(offer: dict[str, object]) -> str:

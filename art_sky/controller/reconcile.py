@@ -271,7 +271,7 @@ class Reconciler:
             self._look(cluster, node, machine)
         state = live.watchdog
         if state is not None and state.phase == "ended":
-            return self._to_ending(cluster, told(state))
+            return self._to_ending(cluster, told(state.ending))
         return OFTEN
 
     def _lost(self, cluster: RentedCluster, node: Node) -> float:
@@ -376,7 +376,7 @@ class Reconciler:
         state = live.watchdog
         if state is not None:
             if state.ending is not None:
-                return self._failed(cluster, node, told(state))
+                return self._failed(cluster, node, told(state.ending))
             if state.phase != node.phase:
                 self._progress(cluster.id, node, state.phase, state.phase)
         return SOON
@@ -416,7 +416,7 @@ class Reconciler:
         """The machine is gone or going, and it was not the controller that ended it: why?"""
         live, now = self._of(node), self._clock.now()
         if live.watchdog is not None and live.watchdog.ending is not None:
-            return self._to_ending(cluster, told(live.watchdog))
+            return self._to_ending(cluster, told(live.watchdog.ending))
         try:
             reason = self._ledger.reason(cluster, node)
         except StoreError as e:
@@ -425,7 +425,7 @@ class Reconciler:
             quiet = min(cluster.request.limits.orphan_minutes, cluster.request.limits.idle_minutes) * 60
             recent = live.contact is not None and now - live.contact < quiet
             return self._to_ending(cluster, "vanished" if recent else f"unknown: {e.message}")
-        return self._to_ending(cluster, reason or f"vanished: the provider says {machine.seen}")
+        return self._to_ending(cluster, told(reason) if reason else f"vanished: the provider says {machine.seen}")
 
     def _failed(self, cluster: RentedCluster, node: Node, reason: str) -> float:
         if cluster.request.keep and not any("ready" in n.phases for n in cluster.nodes):

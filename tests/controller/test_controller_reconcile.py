@@ -8,8 +8,10 @@ import pytest
 from fake_cloud import FakeWorld, state
 
 from art_sky.controller import money
+from art_sky.controller.outcomes import AFTER, told
 from art_sky.controller.rented import RentedCluster
 from art_sky.errors import BudgetTooSmall
+from art_sky.node.records import REASONS
 
 
 @pytest.fixture
@@ -198,6 +200,26 @@ def test_a_preempted_machine_is_replaced(world: FakeWorld) -> None:
     world.provider.vanish(f"{id}-1")
     cluster = world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "up")
     assert cluster.nodes[0].reason == "preempted"
+
+
+@pytest.mark.parametrize("how", ["told through the tunnel", "found in the ledger"])
+def test_a_reason_that_is_not_known_rents_nothing_and_is_shown(world: FakeWorld, how: str) -> None:
+    """As from a node of another release."""
+    id = world.launch()
+    world.up(id)
+    if how == "found in the ledger":
+        world.provider.vanish(f"{id}-1", "too warm")
+    else:
+        world.link.watchdogs[f"{id}-1"] = state("ended", ending="too warm")
+    cluster = world.over(id)
+    assert len(cluster.nodes) == 1 and world.provider.alive() == []
+    assert cluster.error and "why it ended is not known: the node said 'too warm'" in cluster.error
+
+
+def test_every_reason_of_the_watchdog_has_its_rule() -> None:
+    assert set(REASONS) <= set(AFTER)
+    assert [told(word) for word in REASONS] == list(REASONS)
+    assert told(None).startswith("watchdog:") and told("too warm").startswith("unknown:")
 
 
 @pytest.mark.parametrize("reason", ["idle", "budget", "max_hours", "orphan"])
