@@ -278,6 +278,13 @@ class RolloutAddress(Wire):
     api_key: str
 
 
+class RolloutExchanges(Wire):
+    """What was recorded of a rollout here; without `complete`, another machine served it before, whose part is lost."""
+
+    exchanges: list[Exchange]
+    complete: bool
+
+
 class ServerStatus(Wire):
     version: str
     pid: int

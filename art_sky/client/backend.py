@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         LogResult,
         ModelStatus,
         RolloutAddress,
+        RolloutExchanges,
         TrainResult,
     )
     from art_sky.trajectories import TrajectoryGroup
@@ -62,7 +63,7 @@ class Backend(Protocol):
 
     async def open_rollout(self, model: TrainableModel[Any]) -> RolloutAddress: ...
 
-    async def rollout_exchanges(self, rollout: str) -> list[Exchange]: ...
+    async def rollout_exchanges(self, rollout: str) -> RolloutExchanges: ...
 
     async def close_rollout(self, rollout: str) -> None: ...
 

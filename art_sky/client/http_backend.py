@@ -35,6 +35,7 @@ from art_sky.schemas import (
     ModelStatus,
     RegisterRequest,
     RolloutAddress,
+    RolloutExchanges,
     ServerStatus,
     TrainRequest,
     TrainResult,
@@ -217,9 +218,9 @@ class HttpBackend:
     async def open_rollout(self, model: TrainableModel[Any]) -> RolloutAddress:
         return RolloutAddress.model_validate(await self._call(model, "POST", routes.under(_route(model), "rollouts")))
 
-    async def rollout_exchanges(self, rollout: str) -> list[Exchange]:
+    async def rollout_exchanges(self, rollout: str) -> RolloutExchanges:
         found = await (await self._http()).json("GET", routes.under(routes.ROLLOUTS, rollout, "exchanges"))
-        return [Exchange.model_validate(e) for e in found]
+        return RolloutExchanges.model_validate(found)
 
     async def close_rollout(self, rollout: str) -> None:
         await (await self._http()).json("DELETE", routes.under(routes.ROLLOUTS, rollout))

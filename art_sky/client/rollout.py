@@ -23,6 +23,10 @@ class Rollout:
     Inside: `base_url` (ends in /v1) and `api_key`. `reward`, `metrics`, `metadata` and `logs` may be set at any
     time. After the block, `trajectory` holds all calls with their exact tokens. If the block raises, the address is
     closed and there is no trajectory.
+
+    A rented machine that is replaced meanwhile takes what it had recorded with it. The rollout goes on, and its
+    trajectory, which holds the later calls, has the metric `lost_exchanges`; leave it out of training where that
+    matters.
     """
 
     def __init__(self, model: TrainableModel[Any]) -> None:
@@ -69,9 +73,15 @@ class Rollout:
             return
         # Closed first: a call that comes later must fail at its caller rather than be missing here.
         await backend.close_rollout(self.id)
-        made = trajectory_of(await backend.rollout_exchanges(self.id))
+        record = await backend.rollout_exchanges(self.id)
+        made = trajectory_of(record.exchanges)
         made.reward, made.metrics, made.metadata, made.logs = self._reward, self.metrics, self.metadata, self.logs
-        if not made.messages_and_choices:
+        if not made.messages_and_choices and record.complete:
             made.log(f"no call reached {self.base_url} during this rollout")
             log.warning("no call reached %s during the rollout; give its base_url and api_key to the agent", self.id)
+        if not record.complete:
+            # What was sampled since is as good as ever, and trains; that a part is missing must be seen.
+            made.metrics["lost_exchanges"] = True
+            made.log("its machine was replaced: calls from before that are no part of this trajectory")
+            log.warning("a machine was replaced during the rollout %s: its calls from before that are lost", self.id)
         self._trajectory = made

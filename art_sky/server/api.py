@@ -27,6 +27,7 @@ from art_sky.schemas import (
     ModelStatus,
     RegisterRequest,
     RolloutAddress,
+    RolloutExchanges,
     ServerStatus,
     Sha256,
     TrainRequest,
@@ -190,8 +191,10 @@ def _rollout_routes(router: APIRouter, server: Server) -> None:
         return RolloutAddress(rollout=rollout.id, base_url=f"{base}/rollouts/{rollout.id}/v1", api_key=key)
 
     @router.get("/rollouts/{rollout}/exchanges")
-    async def rollout_exchanges(rollout: str) -> list[Exchange]:
-        return await server.exchanges.of_rollout(rollout)
+    async def rollout_exchanges(rollout: str) -> RolloutExchanges:
+        """Calls whose reply reached the agent, and whether those are all that this rollout ever had."""
+        exchanges = await server.exchanges.of_rollout(rollout)
+        return RolloutExchanges(exchanges=exchanges, complete=server.rollouts.opened_here(rollout))
 
     @router.delete("/rollouts/{rollout}", status_code=204)
     async def close_rollout(rollout: str) -> Response:

@@ -32,6 +32,7 @@ from art_sky.store.writer import Writer
 
 INIT_SECONDS = 900.0  # loading the base model included
 INIT_REQUEST = "init"
+RESTORE_SECONDS = 540.0  # below the 10 minutes that OpenAI's client waits for a reply
 STEP_FILES = ("adapter/", "trainer/")
 
 
@@ -108,6 +109,7 @@ class Registry:
         self._config, self._parts, self._state = config, parts, state
         self.store = parts.open_store(config.store)
         self._models: dict[tuple[str, str], KnownModel] = {}
+        self._returning: dict[tuple[str, str], asyncio.Event] = {}
         self._adapters = AdapterFolders(state / "adapters")
         self._lock = asyncio.Lock()
         self.base_model: str | None = None
@@ -177,14 +179,35 @@ class Registry:
             self._models[request.project, request.name] = known
             return known, True
 
+    def expect(self, project: str, name: str) -> None:
+        """The model was registered before a restart and will be again: calls of it wait for `returned`."""
+        self._returning[project, name] = asyncio.Event()
+
+    def returned(self, project: str, name: str) -> None:
+        """It is registered again, or will not be."""
+        event = self._returning.pop((project, name), None)
+        if event is not None:
+            event.set()
+
     async def resolve(self, name: str, rollout: Rollout | None = None) -> tuple[ServedModel, int]:
         """`name`, `name@step` or `project/name...`; a bare name is the newest step, looked up now.
 
-        Raises NotFound for unknown names and steps, InvalidInput for a name that two projects have.
+        Waits for a model that is expected back after a restart. Raises NotFound for unknown names and steps,
+        InvalidInput for a name that two projects have, Busy when one is not back in time.
         """
         base, step = split_step(name)
         project, slash, short = base.rpartition("/")
         wanted = short if slash else base
+        try:
+            async with asyncio.timeout(RESTORE_SECONDS):
+                for (owner, returning), event in list(self._returning.items()):
+                    if returning == wanted and (not slash or owner == project):
+                        await event.wait()
+        except TimeoutError:
+            raise Busy(
+                f"{wanted} is not back yet, {RESTORE_SECONDS:.0f} s after the server was restarted; see its log, then "
+                "send the request again"
+            ) from None
         found = [m for m in self.served() if m.name == wanted and (not slash or m.project == project)]
         if rollout is not None and len(found) > 1:
             found = [m for m in found if m.project == rollout.project]

@@ -87,7 +87,7 @@ class Guard:
         if hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
             return
         rollout = _ROLLOUT.fullmatch(path)
-        if rollout and self._rollouts.opens(given, rollout[1]):
+        if rollout and self._rollouts.admits(given, rollout[1]):
             return
         what = "has no bearer token" if not given else "has a wrong token"
         raise Unauthorized(f"the request {what}; send `Authorization: Bearer` with the content of the token file")

@@ -54,7 +54,10 @@ class Server:
 
     async def start(self) -> None:
         self.jobs.start()
-        self._tasks = [asyncio.create_task(self._restore_models(), name="restore models")]
+        names = await asyncio.to_thread(self._remembered_models)
+        for project, name in names:
+            self.registry.expect(project, name)
+        self._tasks = [asyncio.create_task(self._restore_models(names), name="restore models")]
         if self.config.idle_minutes is not None:
             self._tasks.append(asyncio.create_task(self._watch_idle(self.config.idle_minutes * 60), name="idle limit"))
 
@@ -130,13 +133,19 @@ class Server:
         scratch.write_text(json.dumps(names))
         scratch.replace(self._models_file)
 
-    async def _restore_models(self) -> None:
-        """Brings back what was registered before a restart, here or on the machine before this one, so that agents and
-        jobs go on without their client."""
-        names = [tuple(model.split("/", 1)) for model in self.config.models]
+    def _remembered_models(self) -> list[tuple[str, str]]:
+        """(project, name) of what was registered before a restart, here or on the machine before this one."""
+        names = [model.split("/", 1) for model in self.config.models]
         if self._models_file.exists():
-            names += [(project, name) for project, name in json.loads(self._models_file.read_text())]
-        for project, name in dict.fromkeys(names):
+            try:
+                names += json.loads(self._models_file.read_text())
+            except ValueError as e:
+                log.error("%s cannot be read (%s): models come back when their clients ask", self._models_file, e)
+        return list(dict.fromkeys((project, name) for project, name in names))
+
+    async def _restore_models(self, names: list[tuple[str, str]]) -> None:
+        """Agents and jobs go on without their client."""
+        for project, name in names:
             try:
                 record = await asyncio.to_thread(ModelStore(self.registry.store, project, name).record)
                 await self.register(
@@ -152,6 +161,8 @@ class Server:
                 )
             except ArtSkyError as e:
                 log.warning("%s/%s, registered before the restart, is not back: %s", project, name, e.message)
+            finally:
+                self.registry.returned(project, name)
 
     async def _watch_idle(self, limit: float) -> None:
         while (left := limit - self.activity.idle_seconds()) > 0:  # noqa: ASYNC110  # time passes without an event

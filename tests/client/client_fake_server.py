@@ -43,6 +43,7 @@ class FakeServer:
         self.states: dict[str, dict[str, Any]] = {}
         self.exchanges: dict[str, dict[str, Any]] = {}
         self.open_rollouts: dict[str, str] = {}
+        self.replaced = False  # the machine on which rollouts were opened
         self.calls: list[tuple[str, str]] = []
         self.events: list[dict[str, Any]] = [{"micro_batch": i, "of": 4} for i in range(5)]
         self.offsets: list[int] = []
@@ -267,7 +268,8 @@ class FakeServer:
 
         @app.get("/api/v1/rollouts/{id}/exchanges")
         async def rollout_exchanges(id: str) -> Any:
-            return [e for e in self.exchanges.values() if e["rollout"] == id]
+            found = [e for e in self.exchanges.values() if e["rollout"] == id]
+            return {"exchanges": found, "complete": not self.replaced}
 
         @app.delete("/api/v1/rollouts/{id}", status_code=204)
         async def close_rollout(id: str) -> Response:

@@ -130,6 +130,27 @@ async def test_rollouts_by_address(server: FakeServer, model: art.TrainableModel
     assert len(server.batch(server.logged[0]["train"]["batch"])) == 1
 
 
+@pytest.mark.parametrize("later_calls", [0, 1])
+async def test_a_rollout_whose_machine_was_replaced_says_that_calls_are_lost(
+    server: FakeServer, model: art.TrainableModel[Any], later_calls: int
+) -> None:
+    import openai
+
+    async with model.rollout() as r:
+        client = openai.AsyncOpenAI(base_url=r.base_url, api_key=r.api_key, max_retries=0)
+        for n in range(1 + later_calls):
+            await client.chat.completions.create(model="agent", messages=[{"role": "user", "content": str(n)}])
+            if n == 0:
+                server.replaced = True
+                server.exchanges.clear()
+        await client.close()
+    assert r.trajectory.metrics == {"lost_exchanges": True} and "replaced" in r.trajectory.logs[-1]
+    assert len(r.trajectory.messages()) == 2 * later_calls
+    await model.train([art.TrajectoryGroup([r.trajectory])])
+    (row,) = server.batch(server.logged[0]["train"]["batch"])
+    assert row["trajectories"][0]["metrics"] == {"lost_exchanges": True}, "and it is seen where it is trained"
+
+
 async def test_a_rollout_that_raises_closes_its_address(
     server: FakeServer, model: art.TrainableModel[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,12 +135,12 @@ async def test_rollout_key_opens_its_rollout_only(server: Harness) -> None:
     assert await post(f"/rollouts/{one['rollout']}/v1/../../../api/v1/shutdown") in (401, 404)
     url = f"/api/v1/rollouts/{one['rollout']}"
     assert (await server.client.get(f"{url}/exchanges", headers=headers)).status_code == 401
-    (exchange,) = (await server.client.get(f"{url}/exchanges")).json()
+    (exchange,) = await recorded(server, f"{url}/exchanges")
     assert exchange["rollout"] == one["rollout"] and exchange["choices"][0]["token_ids"]
     for _ in range(2):
         assert (await server.client.delete(url)).status_code == 204
     assert await post(mine) == 404
-    assert len((await server.client.get(f"{url}/exchanges")).json()) == 1
+    assert len(await recorded(server, f"{url}/exchanges")) == 1
 
 
 async def test_restart_keeps_rollouts_and_exchanges(server: Harness, tiny_model: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ async def test_restart_keeps_rollouts_and_exchanges(server: Harness, tiny_model:
         assert (await later.client.post(path, json=body, headers=headers)).status_code == 200
         gone = path.replace(address["rollout"], closed["rollout"])
         assert (await later.client.post(gone, json=body)).status_code == 404
-        exchanges = (await later.client.get(f"/api/v1/rollouts/{address['rollout']}/exchanges")).json()
+        exchanges = await recorded(later, f"/api/v1/rollouts/{address['rollout']}/exchanges")
         assert exchanges[0]["completion_id"] == first["id"] and len(exchanges) == 2
 
 
@@ -254,6 +254,13 @@ async def test_models_of_the_machine_before_are_served_again(tiny_model: Path, t
         assert (await h.chat("hi")).json()["model"] == "agent@0"
 
 
+async def recorded(server: Harness, exchanges: str) -> list[Any]:
+    """What is on record of a rollout that the server opened itself."""
+    found = (await server.client.get(exchanges)).json()
+    assert found["complete"] is True
+    return list(found["exchanges"])
+
+
 async def open_rollout(server: Harness) -> tuple[str, str]:
     """(path of its chat completions, path of its exchanges)."""
     id = (await server.client.post("/api/v1/models/p/agent/rollouts")).json()["rollout"]
@@ -274,10 +281,10 @@ async def test_a_reply_that_was_cut_is_no_part_of_its_rollout(server: Harness, s
             raise OSError("the connection is gone")
 
     await call(server, chat, body, send)
-    assert len(sent) > 1 and (await server.client.get(exchanges)).json() == []
+    assert len(sent) > 1 and await recorded(server, exchanges) == []
     whole = await server.client.post(chat, json=body)
     assert whole.status_code == 200
-    assert len((await server.client.get(exchanges)).json()) == 1
+    assert len(await recorded(server, exchanges)) == 1
 
 
 async def call(server: Harness, path: str, body: dict[str, Any], send: Any) -> None:
@@ -314,11 +321,11 @@ async def test_a_repeated_call_takes_the_place_of_the_one_that_was_lost(
     body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
     kept = (await server.client.post(chat, json=other)).json()["id"]
     lost = (await server.client.post(chat, json=body, headers={"x-stainless-retry-count": "0"})).json()["id"]
-    assert [e["completion_id"] for e in (await server.client.get(exchanges)).json()] == [kept, lost]
+    assert [e["completion_id"] for e in await recorded(server, exchanges)] == [kept, lost]
     again = (await server.client.post(chat, json=body, headers={"x-stainless-retry-count": "1"})).json()["id"]
-    assert [e["completion_id"] for e in (await server.client.get(exchanges)).json()] == [kept, again]
+    assert [e["completion_id"] for e in await recorded(server, exchanges)] == [kept, again]
     sampled = (await server.client.post(chat, json=body)).json()["id"]  # no retry: the agent wants two samples
     await server.server.close()
     async with harness(tiny_model, tmp_path) as later:
-        found = (await later.client.get(exchanges)).json()
+        found = await recorded(later, exchanges)
         assert [e["completion_id"] for e in found] == [kept, again, sampled]
