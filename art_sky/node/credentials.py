@@ -36,6 +36,12 @@ def check(secrets: Secrets) -> None:
         raise ValueError("a secret is not one line of text")
 
 
+def values(secrets: Secrets) -> list[bytes]:
+    """What must stand in nothing that leaves the machine."""
+    texts = [secrets.token, secrets.hf_token, *(v for name, v in secrets.store_env.items() if name not in _PLAIN)]
+    return [text.encode() for text in texts if text]
+
+
 def environment(secrets: Secrets, folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     """Writes the files into `folder` and returns the environment for whoever opens the store.
 

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     config = records.read(folder / "node.json", records.NodeConfig)
     instance = Metadata(config.cloud, Clock()).instance()
-    keep(folder, config, instance, lambda: open_store(config.store), _closed)
+    keep(folder, config, instance, lambda: open_store(config.store), stdin_closed)
     return 0
 
 
@@ -84,7 +84,8 @@ def entry(folder: Path, config: records.NodeConfig, instance: Instance, unix: fl
     )
 
 
-def _closed(seconds: float) -> bool:
+def stdin_closed(seconds: float) -> bool:
+    """Waits for that, at most `seconds`: how the watchdog asks for the last work of a program beside it."""
     return bool(select.select([sys.stdin], [], [], seconds)[0])  # nothing is ever written to it
 
 

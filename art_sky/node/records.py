@@ -139,6 +139,11 @@ def ledger_key(cluster: str, node: str) -> str:
     return f"_clusters/{cluster}/costs/{node}.json"
 
 
+def logs_prefix(cluster: str, node: str) -> str:
+    """Where a node's logs are, as a folder of `art_sky.store.packs`."""
+    return f"_clusters/{cluster}/logs/{node}"
+
+
 def check_limits(limits: NodeLimits) -> None:
     """Raises ValueError for a limit that would never be reached, or at once."""
     for field in dataclasses.fields(NodeLimits):

@@ -22,8 +22,11 @@ from types import FrameType
 from art_sky.node import credentials, guard, install, records, rules
 from art_sky.node.autostop import Autostop, skypilot_python
 from art_sky.node.clock import Clock
+from art_sky.node.logs import NODE_LOG
 from art_sky.node.metadata import NOTICE_SECONDS, Metadata
+from art_sky.node.output import also_in
 from art_sky.node.server_process import ServerProcess, ServerView
+from art_sky.node.side_program import SideProgram, kill_group
 
 TICK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
@@ -31,13 +34,15 @@ POLL_SECONDS = 5.0  # of the server and of the metadata service
 HUNG_SECONDS = 90.0  # without an answer
 RESTART_PAUSE_SECONDS = 5.0
 GRACE_SECONDS = 30.0  # of the flush, for the server's own end after its train jobs
-LEDGER_SECONDS = 20.0  # for the last entry
 
 
 def main() -> int:
     folder = records.FOLDER.expanduser()
-    watchdog = Watchdog(folder, Clock(), Autostop(Clock(), skypilot_python()))
+    with also_in(folder / NODE_LOG):
+        return _run(Watchdog(folder, Clock(), Autostop(Clock(), skypilot_python())))
 
+
+def _run(watchdog: Watchdog) -> int:
     def asked(_: int, __: FrameType | None) -> None:
         watchdog.asked = True
 
@@ -82,8 +87,9 @@ class Watchdog:
         self._flush_seconds = 0.0
         self._terminated = False
         self._not_flushed: list[str] = []
-        self._ledger: subprocess.Popen[bytes] | None = None
-        self._ledger_started = self._ledger_closed = 0.0
+        self._logs = SideProgram("art_sky.node.logs")
+        self._beside = (SideProgram("art_sky.node.ledger"), self._logs)
+        self._told = False
         self._due: dict[str, float] = {}
         self._age = self._price = 0.0
         self._aged_at: guard.Moment = clock.now()
@@ -166,10 +172,9 @@ class Watchdog:
                 # Progress since the server came up; that it came up is none.
                 if self._phase == "serving" and now - view.idle_seconds > self._serving_since:
                     self._last_work = max(self._last_work, now - view.idle_seconds)
-        if self._ledger is not None and self._ledger.poll() is not None and self._reason is None:
-            self._ledger = None
-        if self._ledger is None and self._server_starts and self._reason is None:
-            self._start_ledger(now)
+        if self._server_starts and self._reason is None:
+            for program in self._beside:
+                program.tend(now, self._start_beside)
 
     def _facts(self, now: float) -> rules.Facts:
         recent = [t for t in self._failures if now - t < rules.RESTART_WINDOW_SECONDS]
@@ -248,15 +253,11 @@ class Watchdog:
             self._not_flushed = self._view.pending if left is None else left
             self._server.kill()
             self._server = None
-        if self._ledger is not None and self._ledger.stdin is not None:
-            if not self._ledger_closed:
-                self._ledger_closed = now
-                self._ledger.stdin.close()  # it writes its last entry and ends
-            if self._ledger.poll() is None:
-                if now - self._ledger_closed < LEDGER_SECONDS:
-                    return
-                _kill_group(self._ledger)
-        self._end(now)
+        if not self._told:
+            self._told = True
+            self._tell_end()  # before the log is pushed for the last time, so that it says how it went
+        if self._beside_over():
+            self._move("ended", now)
 
     # --- the server ---
 
@@ -292,12 +293,9 @@ class Watchdog:
                 credentials.environment(secrets, self._folder, {})
                 self._secrets = dataclasses.replace(self._secrets, store_env=secrets.store_env)
 
-    def _start_ledger(self, now: float) -> None:
-        if self._ledger_started and now - self._ledger_started < 60:
-            return
-        self._ledger_started = now
-        command = [self._python.executable, "-m", "art_sky.node.ledger", str(self._folder)]
-        self._ledger = self._spawn(command, self._environment(), stdin=subprocess.PIPE)
+    def _start_beside(self, module: str) -> subprocess.Popen[bytes]:
+        command = [self._python.executable, "-m", module, str(self._folder)]
+        return self._spawn(command, self._environment(), stdin=subprocess.PIPE)
 
     def _environment(self) -> dict[str, str]:
         environment = credentials.environment(self._secrets, self._folder, os.environ)
@@ -311,7 +309,7 @@ class Watchdog:
         self._reason, self._ending = reason, now
         self._say(f"ends: {records.REASONS[reason]}")
         if self._installer is not None:
-            _kill_group(self._installer)
+            kill_group(self._installer)
         self._flush_seconds = self._limits.flush_minutes * 60
         if reason == "preempted":
             self._flush_seconds = min(self._flush_seconds, NOTICE_SECONDS[self._config.cloud])
@@ -324,25 +322,38 @@ class Watchdog:
             self._flush_seconds = min(self._flush_seconds, self._grace)
         self._move("flushing", now)
 
-    def _end(self, now: float) -> None:
-        self._move("ended", now)
+    def _beside_over(self) -> bool:
+        """Whether ledger and logs had their last word, once it is True; both are asked at the same time."""
+        now = self._clock.now().boottime
+        over = [program.over(now) for program in self._beside]
+        if not all(over):
+            return False
+        if not self._logs.succeeded:
+            self._not_flushed = [*self._not_flushed, "the end of its log"]
+            self._say("not flushed: the end of its log")
+        return True
+
+    def _tell_end(self) -> None:
         assert self._reason is not None
         left = f"; not flushed: {', '.join(self._not_flushed)}" if self._not_flushed else "; all is in the store"
         self._say(f"ended after {self._age / 3600:.2f} h and ${self._spent:.2f}: {records.REASONS[self._reason]}{left}")
 
     def _abandon(self, reason: str) -> None:
         """It cannot go on: what it started ends with it, and its end is told as any other."""
-        for child in (self._installer, self._ledger):
-            if child is not None:
-                _kill_group(child)
+        if self._installer is not None:
+            kill_group(self._installer)
         if self._server is not None:
             self._server.kill()
         self._not_flushed = self._view.pending
         self._reason = self._reason or reason
         self._ending = self._ending or self._clock.now().boottime
-        self._phase = "ended"
+        self._phase = "flushing"
         self._heartbeat()
         self._say(f"ended: {records.REASONS[self._reason]}")
+        while not self._beside_over():
+            self._clock.sleep(TICK_SECONDS)
+        self._phase = "ended"
+        self._heartbeat()
 
     # --- state ---
 
@@ -433,12 +444,6 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         print(f"art-sky: {text}", flush=True)
-
-
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 if __name__ == "__main__":

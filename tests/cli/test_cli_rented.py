@@ -16,9 +16,13 @@ import pytest
 from cli_store import run
 
 import art_sky
+from art_sky.cli.rented import rented_clusters
 from art_sky.config import home
 from art_sky.controller.control import ControlClient
 from art_sky.errors import InvalidConfig, NotFound, ServerUnreachable
+from art_sky.node import logs as node_logs
+from art_sky.node import records
+from art_sky.store import open_store
 
 CONTROLLER_TESTS = str(Path(__file__).parents[1] / "controller")
 sys.path.insert(0, CONTROLLER_TESTS)
@@ -103,6 +107,43 @@ def test_commands_on_a_rented_cluster(cloud: Path, tmp_path: Path, capsys: pytes
         ControlClient(start=False).status()  # for what is over no controller is started
     with pytest.raises(NotFound, match="there is no cluster 'run'"):
         art_sky.connect("run")
+
+
+def test_the_logs_of_a_machine_that_is_gone(cloud: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launch(tmp_path)
+    (view,) = rented_clusters()
+    node = f"{view['id']}-1"
+    assert run("logs", "run") == 0 and f"the log of {node}" in capsys.readouterr().out, "from the machine itself"
+    assert run("logs", "run", "--node", "1") == 1 and f"{node} left no log in file://" in capsys.readouterr().err
+    assert run("logs", "run", "--node", "2") == 1 and "has had 1 machines" in capsys.readouterr().err
+
+    # As the node does, in the middle of its life and at its end.
+    folder = cloud / node / ".art-sky-node"
+    (folder / "logs").mkdir()
+    (folder / "state" / "logs").mkdir(parents=True)
+    (folder / "logs" / "node.log").write_text("installed\nserves\n")
+    (folder / "state" / "logs" / "engine.log").write_text("loaded")
+    records.write(folder / "secrets.json", records.Secrets(token="the-token"), 0o600)
+    limits = records.NodeLimits(1, 1, 1, 1, 1)
+    config = records.NodeConfig(
+        view["id"], node, "aws", 1.0, False, view["store"], limits, "w", "v", [], {}, billed_from_unix=0.0
+    )
+
+    def push() -> None:
+        assert node_logs.keep(folder, config, lambda: open_store(config.store), lambda _: True)
+
+    push()
+    assert run("logs", "run", "--node", "1") == 0 and "serves" in capsys.readouterr().out
+    with (folder / "logs" / "node.log").open("a") as file:
+        file.write("ended after 1.00 h\n")
+    push()
+    assert run("down", "run") == 0
+    capsys.readouterr()
+    assert run("logs", "run", "-n", "2") == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("==> engine.log <==\nloaded\n==> node.log <==\nserves\nended after 1.00 h\n")
+    assert f"The logs of {node} as of 20" in err and str(home() / "logs" / node) in err
+    assert run("logs", "other", "--node", "1") == 1 and "no rented cluster 'other'" in capsys.readouterr().err
 
 
 def test_async_with_ends_the_cluster_that_it_launched(cloud: Path, tmp_path: Path) -> None:

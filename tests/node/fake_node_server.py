@@ -1,5 +1,6 @@
-"""Stands in for `python -m art_sky.server` and `-m art_sky.node.ledger`. What the server does stands in the file
-`control.json` of its state folder, read at each request: `working`, `jobs`, `finishes` (drains at once), `exits`."""
+"""Stands in for `python -m art_sky.server`, `-m art_sky.node.ledger` and `.logs`. What the server does stands in the
+file `control.json` of its state folder, read at each request: `working`, `jobs`, `finishes` (drains at once), `exits`.
+A file `logs-fail` or `logs-hang` in the node's folder says how the last push of the logs goes."""
 
 from __future__ import annotations
 
@@ -20,6 +21,13 @@ def ledger() -> None:
     (folder / "ledger-began").touch()
     sys.stdin.read()
     (folder / "ledger-ended").write_text((folder / "watchdog.json").read_text())
+
+
+def logs() -> None:
+    sys.stdin.read()
+    if (Path(sys.argv[3]) / "logs-hang").exists():
+        time.sleep(1000)
+    sys.exit((Path(sys.argv[3]) / "logs-fail").exists())
 
 
 def serve(state: Path, factor: float) -> None:
@@ -82,6 +90,8 @@ if __name__ == "__main__":
         sys.exit()  # the installation looks whether the server can be imported
     if sys.argv[2] == "art_sky.node.ledger":
         ledger()
+    elif sys.argv[2] == "art_sky.node.logs":
+        logs()
     else:
         config = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
         serve(Path(config["state_dir"]), float(config["engine"]["factor"]))

@@ -258,6 +258,21 @@ def test_a_flush_has_a_deadline_and_names_what_is_lost(
     assert not alive(pid) and capfd.readouterr().out.splitlines()[-1].endswith("not flushed: p/m r1")
 
 
+@pytest.mark.parametrize("way", ["logs-fail", "logs-hang"])
+def test_a_log_that_was_not_pushed_is_named(
+    make: Callable[..., Node], capfd: pytest.CaptureFixture[str], way: str
+) -> None:
+    node = make().control(working=True).send_secrets()
+    (node.folder / way).touch()
+    node.start().serving()
+    node.watchdog.asked = True
+    state = node.ended()
+    assert (state.ending, state.not_flushed) == ("asked", ["the end of its log"])
+    assert state.ending_boottime is not None
+    assert state.boottime - state.ending_boottime < 60 + 60
+    assert capfd.readouterr().out.splitlines()[-1] == "art-sky: not flushed: the end of its log"
+
+
 # --- secrets ---
 
 
@@ -454,6 +469,11 @@ def test_the_watchdog_s_death_ends_the_server_and_its_successor_counts_on(tmp_pa
     second = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     state = node.until(lambda s: s.pid == second.pid and s.phase == "serving")
     assert 50 <= state.age_seconds < 120
+    for child in Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split():
+        if Path(f"/proc/{child}/comm").read_text() == "tee\n":
+            os.kill(int(child), signal.SIGTERM)  # SkyPilot may end a job's processes in any order
     second.send_signal(signal.SIGTERM)
     output, _ = second.communicate(timeout=30)
     assert second.returncode == 0 and output.splitlines()[-1].endswith("`art-sky down`; all is in the store")
+    log = (node.folder / "logs" / "node.log").read_text()
+    assert log.endswith(output) and log.count("on aws, $2.00/h") == 2  # of both, and all that was said
