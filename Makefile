@@ -8,12 +8,13 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+UNSLOTH := .venv-unsloth
 WITH_VLLM := ART_SKY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 ARGS ?=
 # The simulated cloud's own interpreter: the one that its nodes run.
 FAKECLOUD_PYTHON := /usr/bin/python3.11
 
-.PHONY: demo test test-slow test-vllm test-cloud vllm fakecloud-env fakecloud-full fakecloud-shell lint bench clean help
+.PHONY: demo test test-slow test-vllm test-unsloth test-cloud vllm fakecloud-env fakecloud-full fakecloud-shell lint bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -30,6 +31,9 @@ test-slow: $(VENV)/.dev  ## the suites that take minutes
 
 test-vllm: $(VENV)/.dev $(VLLM)/.made  ## the suite that runs a real vLLM on this machine's CPU
 	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --timeout=900 $(ARGS)
+
+test-unsloth: $(UNSLOTH)/.made  ## the suite of the trainer `unsloth`, on Unsloth's fallback for CPUs
+	$(UNSLOTH)/bin/python -m pytest -m unsloth --timeout=900 $(ARGS)
 
 vllm: $(VLLM)/.made  ## an environment with vLLM's CPU build, for `--engine vllm`
 	@echo 'export ART_SKY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python'
@@ -55,7 +59,7 @@ bench: $(VENV)/.bench  ## all benchmarks, one JSON line a case, into benchmarks/
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:  ## removes the virtual environment and the caches
-	rm -rf $(VENV) $(VENV)-trl $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-trl $(VLLM) $(UNSLOTH) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "art-sky needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -70,6 +74,17 @@ $(VENV)/.local: $(VENV)/.made pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.local pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+# Without its dependencies, among which are CUDA builds of torch's companions.
+$(UNSLOTH)/.made: pyproject.toml
+	$(PYTHON) -m venv $(UNSLOTH)
+	$(UNSLOTH)/bin/python -m pip install --quiet --upgrade "pip>=25"
+	$(UNSLOTH)/bin/python -m pip install --quiet "$(TORCH)"
+	$(UNSLOTH)/bin/python -m pip install --quiet --editable ".[dev]"
+	$(UNSLOTH)/bin/python -m pip install --quiet --no-deps unsloth==2026.10.9 unsloth_zoo==2026.10.9 tyro torchao \
+		bitsandbytes hf_transfer structlog json5 nest-asyncio wheel docstring_parser typeguard diffusers \
+		importlib_metadata zipp
 	touch $@
 
 # The peer of benchmarks/grpo_step.py, apart because its newest release takes other versions than ours.

@@ -46,6 +46,10 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability("trainer", "several processes", CPU, "tested", "gloo; default test suite"),
     Capability("trainer", "several processes", GPU, "untested", "NCCL, a GPU each"),
+    Capability("trainer trl", "training", CPU, "tested", "default test suite, TRL 1.15.0"),
+    Capability("trainer trl", "training", GPU, "untested"),
+    Capability("trainer unsloth", "training", CPU, "tested", "`make test-unsloth`, Unsloth 2026.10.9"),
+    Capability("trainer unsloth", "training", GPU, "untested"),
 )
 
 

@@ -224,11 +224,22 @@ class EngineConfig(Settings):
 
 
 class TrainerConfig(Settings):
-    """What trains, and in how many processes."""
+    """What trains, and in how many processes. Supervised fine-tuning is always computed by art-sky itself."""
 
+    kind: Literal["native", "trl", "unsloth"] = Field(
+        "native",
+        description="native: art-sky's losses on packed prefix trees; trl: losses and updates of TRL's GRPOTrainer; "
+        "unsloth: native, on a model that Unsloth loads",
+    )
     processes: int = Field(
         1, ge=1, le=64, description="that compute a share of each update, on a GPU each or sharing the CPU's cores"
     )
+
+    @model_validator(mode="after")
+    def _only_what_it_uses(self) -> TrainerConfig:
+        if self.kind != "native" and self.processes > 1:
+            raise ValueError(f"the trainer {self.kind} runs in one process; leave out processes, or use kind 'native'")
+        return self
 
 
 class ServerConfig(Settings):

@@ -22,7 +22,7 @@ from art_sky.base_models import SMOLLM2, resolve
 from art_sky.client.gather import gather_trajectory_groups
 from art_sky.client.local_backend import LocalBackend
 from art_sky.client.model import TrainableModel
-from art_sky.config import EngineConfig, LoRAConfig
+from art_sky.config import EngineConfig, LoRAConfig, TrainerConfig
 from art_sky.schemas import Checkpoint, HistoryRow
 from art_sky.store import open_store
 from art_sky.store.model_store import ModelStore
@@ -67,6 +67,7 @@ class DemoOptions:
     learning_rate: float = 6e-4
     fresh: bool = False
     engine: Literal["cpu", "vllm"] = "cpu"
+    trainer: Literal["native", "trl", "unsloth"] = "native"
     allow_untested: bool = False
 
     @property
@@ -171,6 +172,7 @@ async def _run(options: DemoOptions, report: Report, began: float) -> DemoResult
         path=options.folder,
         store=open_store(options.store).url,
         engine=EngineConfig(kind=options.engine),
+        trainer=TrainerConfig(kind=options.trainer),
         allow_untested=options.allow_untested,
     ) as backend:
         model: TrainableModel[Any] = TrainableModel(

@@ -37,6 +37,13 @@ _COLUMNS = "{:>4} {:>7} {:>8} {:>9} {:>8} {:>8} {:>7}  {}"  # fits 80 columns
 @click.option(
     "--engine", type=click.Choice(["cpu", "vllm"]), default=_DEFAULTS.engine, show_default=True, help="What samples."
 )
+@click.option(
+    "--trainer",
+    type=click.Choice(["native", "trl", "unsloth"]),
+    default=_DEFAULTS.trainer,
+    show_default=True,
+    help="What trains.",
+)
 @click.option("--allow-untested", is_flag=True, help="Use what docs/capabilities.md lists as untested.")
 @json_option
 def command(as_json: bool, **given: Any) -> None:

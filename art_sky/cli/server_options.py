@@ -7,17 +7,18 @@ from typing import Any, TypeVar
 
 import click
 
-from art_sky.config import EngineConfig, ServerConfig
+from art_sky.config import EngineConfig, ServerConfig, TrainerConfig
 from art_sky.store import open_store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBERS = ("threads", "max_batch", "kv_cache_mib", "max_adapters", "context_length", "max_lora_rank")
+_TRAINER = {"trainer": "kind", "processes": "processes"}
 _ENGINE = ("kind", "dtype", *_NUMBERS, "vllm_python")
 
 
 def server_options(function: Function) -> Function:
     """Adds the options; the command gets each that was given, and None for the others."""
-    engine = EngineConfig.model_fields
+    engine, trainer = EngineConfig.model_fields, TrainerConfig.model_fields
     for option in reversed(
         [
             click.option("--store", metavar="URL", help=f"Where steps are kept. Default: {_default('store')}."),
@@ -31,6 +32,12 @@ def server_options(function: Function) -> Function:
                     f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"Engine: {_help(engine[name])}."
                 )
                 for name in _NUMBERS
+            ),
+            click.option(
+                "--trainer", type=click.Choice(["native", "trl", "unsloth"]), help="What trains. Default: native."
+            ),
+            click.option(
+                "--processes", type=click.IntRange(1, 64), metavar="N", help=f"Trainer: {_help(trainer['processes'])}."
             ),
             click.option("--vllm-python", metavar="FILE", help=f"Engine: {_help(engine['vllm_python'])}."),
             click.option(
@@ -49,7 +56,9 @@ def server_config(given: dict[str, Any], **fixed: Any) -> ServerConfig:
     """
     values = {k: v for k, v in given.items() if v is not None}
     engine = {k: values.pop(k) for k in _ENGINE if k in values}
-    made: ServerConfig = ServerConfig.parse({**values, **fixed, **({"engine": engine} if engine else {})})
+    trainer = {name: values.pop(k) for k, name in _TRAINER.items() if k in values}
+    parts = {name: part for name, part in (("engine", engine), ("trainer", trainer)) if part}
+    made: ServerConfig = ServerConfig.parse({**values, **fixed, **parts})
     return made.model_copy(update={"store": open_store(made.store).url})
 
 

@@ -337,8 +337,10 @@ def step_files(folder: Path) -> dict[str, Path]:
 
 def _check_trainer(trainer: TrainerConfig, placement: Placement, allow_untested: bool) -> None:
     """Raises InvalidConfig for what this machine cannot do, or what was never tried unless that is allowed."""
+    gpus = len(placement.trainer)
+    if trainer.kind != "native":
+        require(f"trainer {trainer.kind}", "training", GPU if gpus else CPU, allow_untested)
     if trainer.processes > 1:
-        gpus = len(placement.trainer)
         if gpus and trainer.processes > gpus:
             raise InvalidConfig(
                 f"the trainer has {gpus} GPUs here, not {trainer.processes}; give processes={gpus} or fewer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from art_sky.training.rows import Segment
 log = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float32"]
+Load = Callable[[Path, torch.dtype], Any]
 
 
 class Policy:
@@ -40,11 +41,11 @@ class Policy:
     output layer.
     """
 
-    def __init__(self, base_model: Path, dtype: Dtype) -> None:
+    def __init__(self, base_model: Path, dtype: Dtype, load: Load | None = None) -> None:
+        """`load` takes folder and dtype and returns a model of transformers, where another library is to make it."""
+        self.folder = base_model
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                base_model, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
-            )
+            model = (load or _load)(base_model, getattr(torch, dtype))
         except (OSError, ValueError) as e:
             raise InvalidInput(
                 f"{base_model} cannot be loaded as a causal language model: {e}; give the folder of one in Hugging "
@@ -131,6 +132,25 @@ class Policy:
         hidden = self._causal.base_model(input_ids=row.ids, use_cache=False, **options).last_hidden_state
         return row, hidden.flatten(0, 1)
 
+    def hidden(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """[B, L, H] last hidden states of padded rows [B, L]; `mask` is 1 where a token is none of the padding."""
+        arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+        states: Tensor = self._causal.base_model(**arguments).last_hidden_state
+        return states
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[Any]:
+        """PEFT's model with the adapter, for a library that changes how it behaves: mended after the block."""
+        assert self._peft is not None, "no adapter is installed"
+        own = self._causal.__dict__.get("forward")
+        try:
+            yield self._peft
+        finally:
+            self._causal.__dict__.pop("forward", None)
+            if own is not None:
+                self._causal.forward = own
+            self._peft.eval()
+
     def predict(self, hidden: Tensor, targets: Tensor, at: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """`output.predict` with this model's output layer."""
         return predict(hidden, self._head, targets, at, temperature)
@@ -174,6 +194,12 @@ class Policy:
                 f"{type(self._causal).__name__} does more to its logits than one linear layer (mean difference "
                 f"{difference:.3g}), which this release cannot train; use a Llama, Qwen, Gemma 3 or Mistral model"
             )
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
 
 
 def _as_json(config: peft.LoraConfig) -> dict[str, Any]:

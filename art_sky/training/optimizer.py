@@ -36,6 +36,20 @@ def update(
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm).item()
     if not math.isfinite(norm):
         raise not_finite("gradient", norm)
+    optimizer = adamw(parameters, state, config, learning_rate)
+    optimizer.step()
+    optimizer.zero_grad()
+    state.updates += 1
+    for name, p in parameters.items():
+        if not torch.isfinite(p).all():
+            raise not_finite(f"weight {name}", math.nan)
+    return norm
+
+
+def adamw(
+    parameters: Mapping[str, torch.nn.Parameter], state: TrainerState, config: UpdateConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """torch's, going on from `state`, whose moments it changes in place."""
     optimizer = torch.optim.AdamW(
         parameters.values(),
         lr=learning_rate,
@@ -48,10 +62,4 @@ def update(
             "exp_avg": state.exp_avg[name],
             "exp_avg_sq": state.exp_avg_sq[name],
         }
-    optimizer.step()
-    optimizer.zero_grad()
-    state.updates += 1
-    for name, p in parameters.items():
-        if not torch.isfinite(p).all():
-            raise not_finite(f"weight {name}", math.nan)
-    return norm
+    return optimizer

@@ -31,7 +31,8 @@ class TrainerProcess:
     ) -> None:
         """`environment` is set beside this process's own, e.g. which GPUs the trainer may see."""
         arguments = ["--base-model", str(base_model), "--dtype", dtype, "--threads", str(threads)]
-        arguments += ["--processes", str((settings or TrainerConfig()).processes)]
+        settings = settings or TrainerConfig()
+        arguments += ["--processes", str(settings.processes), "--kind", settings.kind]
         # Threads that wait must not spin: beside other work on the same cores that was five times slower (measured).
         waiting = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": waiting}

@@ -36,14 +36,21 @@ class Worker:
     """The model and the calls. `command` starts the processes that compute beside this one, `processes` in all."""
 
     def __init__(
-        self, base_model: Path, dtype: Dtype, threads: int, command: Sequence[str] = (), processes: int = 1
+        self,
+        base_model: Path,
+        dtype: Dtype,
+        threads: int,
+        command: Sequence[str] = (),
+        processes: int = 1,
+        kind: str = "native",
     ) -> None:
         self._base_model, self._dtype, self._threads = base_model, dtype, threads
-        self._command, self._processes = command, processes
+        self._command, self._processes, self._kind = command, processes, kind
         self._policy: Policy | None = None
         self._followers: Followers | None = None
 
     def init(self, call: Call) -> dict[str, Any]:
+        self._load()
         from art_sky.training import state
 
         task = InitTask.model_validate(call.params)
@@ -54,6 +61,7 @@ class Worker:
         return {}
 
     def train(self, call: Call) -> dict[str, Any]:
+        self._load()  # first: Unsloth has to be imported before what it changes
         from art_sky.training import sft, state, trainer
 
         task = TrainTask.model_validate(call.params)
@@ -116,6 +124,10 @@ class Worker:
 
         if isinstance(task.config, SFTConfig):
             return sft.train(self._load(), step, batch, task.config, progress, ranks)
+        if self._kind == "trl":
+            from art_sky.training import trl
+
+            return trl.train(self._load(), step, batch, task.config, progress)
         reference = state.load(Path(task.reference_dir)) if task.reference_dir else None
         return trainer.train(self._load(), step, batch, task.config, progress, reference, ranks)
 
@@ -145,12 +157,17 @@ class Worker:
 
     def _load(self) -> Policy:
         if self._policy is None:
+            from art_sky.training import unsloth
+
+            if self._kind == "unsloth":
+                unsloth.prepare()  # before anything else imports transformers
             import torch
 
             from art_sky.training.model import Policy
 
             torch.set_num_threads(self._threads)
-            self._policy = Policy(self._base_model, self._dtype)
+            load = unsloth.load if self._kind == "unsloth" else None
+            self._policy = Policy(self._base_model, self._dtype, load)
         return self._policy
 
 
@@ -161,6 +178,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True, choices=["bfloat16", "float32"])
     parser.add_argument("--threads", required=True, type=int, help="of all processes together")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--kind", choices=["native", "trl", "unsloth"], default="native")
     parser.add_argument("--rank", type=int, help="of a process that computes beside the one with the channel")
     parser.add_argument("--meeting", type=Path)
     args = parser.parse_args()
@@ -168,7 +186,7 @@ def main() -> None:
     own += ["--processes", str(args.processes)]
     command = [sys.executable, "-m", "art_sky.training.worker", *own]
     threads = max(args.threads // args.processes, 1)
-    worker = Worker(args.base_model, args.dtype, threads, command, args.processes)
+    worker = Worker(args.base_model, args.dtype, threads, command, args.processes, args.kind)
     if args.rank is not None:
         worker.follow(args.rank, args.meeting)
         return
