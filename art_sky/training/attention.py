@@ -120,7 +120,7 @@ def tree_attention(
     trunk = row.trunk(layer)
     if row.segment.children:
         row.share(layer, key, value)
-    if query.is_cuda:
+    if query.device.type != "cpu":
         return _flex(query, key, value, trunk, row.block_mask(sliding_window), scaling), None
     arguments = (query, key, value, row.rectangles(sliding_window), scaling, *trunk)
     merged: Tensor = _Rectangles.apply(*arguments)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -282,41 +282,49 @@ def _runs(neighbours: list[_Cover]) -> list[_Cover]:
 
 def _block_mask(row: PackedRow, window: int | None) -> Any:
     """FlexAttention's mask over the keys of all trunks, topmost first, and the row's own behind them."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     device, length = row.ids.device, row.segment.unpadded
-    end = torch.empty(length, dtype=torch.long)
-    trunk = torch.zeros(len(row.above) + 1, length, dtype=torch.long)  # how many keys of each level a query sees
+    sizes = [*(above.segment.unpadded for above in row.above), length]
+    before = sum(sizes) - length  # keys of all trunks
+    end = torch.zeros(before + length, dtype=torch.long)
+    trunk = torch.zeros(len(sizes), length, dtype=torch.long)  # how many keys of each level a query sees
     for span in row.segment.spans:
-        end[span.start : span.stop] = span.end
+        end[before + span.start : before + span.stop] = span.end
     for tree in row.segment.trees:
-        trunk[:-1, tree.start : tree.end] = torch.tensor(tree.trunk)[:, None]
-    sizes = [above.segment.unpadded for above in row.above]
-    level = torch.cat([torch.full((n,), i) for i, n in enumerate([*sizes, length])])
-    index = torch.cat([torch.arange(n) for n in [*sizes, length]])
+        trunk[:-1, tree.start : tree.end] = torch.tensor(tree.trunk, dtype=torch.long)[:, None]
+    level = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    index = torch.cat([torch.arange(n) for n in sizes])
+    own = level == len(sizes) - 1
+    end, trunk, level, index, own = (x.to(device) for x in (end, trunk, level, index, own))
     q_at = row.positions[0]
     k_at = torch.cat([above.positions[0] for above in [*row.above, row]])
-    end, trunk, level, index = (
-        x.to(device) for x in (torch.cat([torch.zeros(sum(sizes)), end]).long(), trunk, level, index)
-    )
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        own = (level[k] == len(sizes)) & (index[k] <= q) & (q < end[k])
-        seen = own | (index[k] < trunk[level[k], q])
+        seen = (own[k] & (index[k] <= q) & (q < end[k])) | (index[k] < trunk[level[k], q])
         return seen if window is None else seen & (q_at[q] - k_at[k] < window)
 
-    return create_block_mask(visible, None, None, length, len(level), device=device)
+    return _flex_functions(device.type).create_block_mask(visible, None, None, length, len(level), device=device)
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, trunk: list[Tensor], mask: Any, scale: float | None) -> Tensor:
     """Untested on a GPU."""
     keys, values = torch.cat([*trunk[::2], key], dim=2), torch.cat([*trunk[1::2], value], dim=2)
-    out: Tensor = _flex_attention()(query, keys, values, block_mask=mask, scale=scale, enable_gqa=True)
+    out: Tensor = _flex_functions(query.device.type).flex_attention(
+        query, keys, values, block_mask=mask, scale=scale, enable_gqa=True
+    )
     return out.transpose(1, 2)
 
 
-@functools.cache
-def _flex_attention() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+@dataclass(frozen=True)
+class _Flex:
+    create_block_mask: Any
+    flex_attention: Any
 
-    return torch.compile(flex_attention, dynamic=True) if torch.cuda.is_available() else flex_attention
+
+@functools.cache
+def _flex_functions(device: str) -> _Flex:
+    """Compiled on GPUs: uncompiled, the mask and the scores of all pairs would exist, with 8 bytes and more each."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if device != "cuda":
+        return _Flex(create_block_mask, flex_attention)
+    return _Flex(torch.compile(create_block_mask, dynamic=True), torch.compile(flex_attention, dynamic=True))

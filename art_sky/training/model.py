@@ -23,6 +23,7 @@ from art_sky.config import LoRAConfig
 from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput
 from art_sky.training import attention
 from art_sky.training.attention import PackedRow
+from art_sky.training.device import choose_device
 from art_sky.training.lora import LoRAForward
 from art_sky.training.output import predict
 from art_sky.training.probe import why_not_packed
@@ -35,17 +36,23 @@ Load = Callable[[Path, torch.dtype], Any]
 
 
 class Policy:
-    """The frozen base model, loaded once, and one trainable adapter at a time.
+    """The frozen base model, loaded once onto `device` (default: `choose_device`), and one trainable adapter at a time.
 
     Raises InvalidInput when the folder is not a causal language model whose logits are those of a plain linear
     output layer.
     """
 
-    def __init__(self, base_model: Path, dtype: Dtype, load: Load | None = None) -> None:
-        """`load` takes folder and dtype and returns a model of transformers, where another library is to make it."""
+    def __init__(
+        self, base_model: Path, dtype: Dtype, load: Load | None = None, device: torch.device | None = None
+    ) -> None:
+        """`load` takes folder and dtype and returns a model of transformers, on a device of its choice, where another
+        library is to make it."""
         self.folder = base_model
         try:
-            model = (load or _load)(base_model, getattr(torch, dtype))
+            if load is not None:
+                model = load(base_model, getattr(torch, dtype))
+            else:
+                model = _load(base_model, getattr(torch, dtype), device or choose_device())
         except (OSError, ValueError) as e:
             raise InvalidInput(
                 f"{base_model} cannot be loaded as a causal language model: {e}; give the folder of one in Hugging "
@@ -81,11 +88,14 @@ class Policy:
                 task_type="CAUSAL_LM",
             )
         )
-        # A generator of our own: the same adapter whatever the base's dtype, and no global state touched.
-        generator = torch.Generator().manual_seed(lora.seed)
+        # A generator of our own, on the CPU: the same adapter whatever the base's dtype and device, and no global state
+        # touched.
+        generator = torch.Generator("cpu").manual_seed(lora.seed)
         for name, weight in self.adapter().items():
             if ".lora_A." in name:
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+                drawn = torch.empty(weight.shape, device="cpu")
+                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+                weight.data.copy_(drawn)
             else:
                 nn.init.zeros_(weight)
         return config | {"base_model_name_or_path": base_name}
@@ -128,7 +138,8 @@ class Policy:
         options = {}
         if segment.packed:
             # A mask of four dimensions is left as it is by every model, and this attention does not look at it.
-            options = {"attention_mask": torch.ones(1, 1, 1, 1), "packed_row": row, "position_ids": row.positions}
+            ignored = torch.ones(1, 1, 1, 1, device=self.device)
+            options = {"attention_mask": ignored, "packed_row": row, "position_ids": row.positions}
         hidden = self._causal.base_model(input_ids=row.ids, use_cache=False, **options).last_hidden_state
         return row, hidden.flatten(0, 1)
 
@@ -196,9 +207,14 @@ class Policy:
             )
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        folder,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        # So weights go from the files to the device, and are never all in main memory.
+        device_map={"": device} if device.type != "cpu" else None,
     )
 
 

@@ -57,8 +57,11 @@ def adamw(
         weight_decay=config.weight_decay,
     )
     for name, p in parameters.items():
+        # From files they come into main memory.
+        state.exp_avg[name] = state.exp_avg[name].to(p.device)
+        state.exp_avg_sq[name] = state.exp_avg_sq[name].to(p.device)
         optimizer.state[p] = {
-            "step": torch.tensor(float(state.updates)),
+            "step": torch.tensor(float(state.updates), device="cpu"),
             "exp_avg": state.exp_avg[name],
             "exp_avg_sq": state.exp_avg_sq[name],
         }

@@ -80,7 +80,7 @@ def save(state: TrainerState, folder: Path) -> None:
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.detach().contiguous() for k, v in sorted(tensors.items())}
+    return {k: v.detach().cpu().contiguous() for k, v in sorted(tensors.items())}
 
 
 def _json(value: Any) -> bytes:

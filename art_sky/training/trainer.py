@@ -15,6 +15,8 @@ Metrics, and what a bad value means:
 - `data/*`: counts. Skipped groups need harder or easier tasks; splits cost computation (the chat template rewrites
   history); non-comparable tokens are trained with ratio 1; too-long sequences are dropped. `tokens_computed`, of an
   epoch, is below `tokens_total` by what sequences share, which needs `prefix_tree` 1: the model can be packed.
+- `memory/peak_mib`: of tensors on the GPU in the call, or of the trainer's process since it began, on a CPU. More than
+  the machine has: lower `micro_batch_tokens`.
 - `time/*`: seconds of the call in the trainer, and tokens of computed sequences a second.
 """
 

@@ -120,16 +120,21 @@ class Worker:
     def _update(
         self, task: TrainTask, step: TrainerState, batch: Batch, progress: Progress, ranks: Ranks
     ) -> dict[str, float | None]:
-        from art_sky.training import sft, state, trainer
+        from art_sky.training import device, sft, state, trainer
 
-        if isinstance(task.config, SFTConfig):
-            return sft.train(self._load(), step, batch, task.config, progress, ranks)
-        if self._kind == "trl":
-            from art_sky.training import trl
+        policy = self._load()
+        device.begin_peak(policy.device)
+        with device.memory_given_back():
+            if isinstance(task.config, SFTConfig):
+                metrics = sft.train(policy, step, batch, task.config, progress, ranks)
+            elif self._kind == "trl":
+                from art_sky.training import trl
 
-            return trl.train(self._load(), step, batch, task.config, progress)
-        reference = state.load(Path(task.reference_dir)) if task.reference_dir else None
-        return trainer.train(self._load(), step, batch, task.config, progress, reference, ranks)
+                metrics = trl.train(policy, step, batch, task.config, progress)
+            else:
+                reference = state.load(Path(task.reference_dir)) if task.reference_dir else None
+                metrics = trainer.train(policy, step, batch, task.config, progress, reference, ranks)
+        return {**metrics, "memory/peak_mib": device.peak_mib(policy.device)}
 
     @contextlib.contextmanager
     def _others(self, task: TrainTask) -> Iterator[Ranks]:
@@ -207,7 +212,8 @@ def _typed() -> Iterator[None]:
             raise NoDiskSpace(f"no disk space for the step's files ({e.filename}); free some, then train again") from e
         raise StoreError(f"the trainer cannot use its files: {e}; check the server's state folder") from e
     except (MemoryError, RuntimeError) as e:
-        if isinstance(e, MemoryError) or "not enough memory" in str(e) or "allocate memory" in str(e):
+        said = ("not enough memory", "allocate memory", "out of memory")  # by torch, on a CPU and on a GPU
+        if isinstance(e, MemoryError) or any(words in str(e) for words in said):
             raise TrainFailed("not enough memory for a micro-batch; lower micro_batch_tokens, then train again") from e
         raise
     except ImportError as e:
