@@ -26,6 +26,7 @@ COMMANDS = {
     "models": ("art_sky.cli.models", "List the models of a store."),
     "steps": ("art_sky.cli.steps", "Show the steps of a model: reward, loss, tokens, seconds."),
     "diff": ("art_sky.cli.diff", "Compare the settings and metrics of two steps."),
+    "replay": ("art_sky.cli.replay", "List train requests that failed, or train the batch of one again."),
     "tag": ("art_sky.cli.tag", "Give a step a name; its files are then kept."),
     "export": ("art_sky.cli.export", "Write a step's adapter as a plain PEFT folder."),
     "push": ("art_sky.cli.push", "Copy a model to another store."),

@@ -134,6 +134,12 @@ class HttpBackend:
         """
         sft = isinstance(config, SFTConfig)
         batch = await self._upload(model, list(groups), check=not sft, examples=sft)
+        return await self.train_stored(model, batch, config, request_id)
+
+    async def train_stored(
+        self, model: TrainableModel[Any], batch: str, config: TrainConfig | SFTConfig, request_id: str
+    ) -> TrainResult:
+        """`train_request` with a batch that the model's store has already, by its hash; raises NotFound when not."""
         request = _wire(TrainRequest, request_id=request_id, batch=batch, config=config).model_dump()
         http, path = await self._http(), routes.under(_route(model), "train")
 

@@ -36,6 +36,7 @@ from art_sky.server.models import Registry, ServedModel, step_files, versions
 from art_sky.server.render import ChatTemplate
 from art_sky.server.vocabulary import Vocabulary
 from art_sky.store.batches import decode_batch, encode_batch
+from art_sky.store.failed import MAX_DEATHS
 from art_sky.store.model_store import FINAL_OUTCOMES, Outcome
 from art_sky.store.progress import Progress
 
@@ -43,7 +44,6 @@ log = logging.getLogger("art_sky.server")
 
 _CONFIG: TypeAdapter[TrainConfig | SFTConfig] = TypeAdapter(AnyTrainConfig)
 
-MAX_DEATHS = 3  # attempts that kill the trainer before the request is given up
 SILENT_SECONDS = 3600.0  # the longest one micro-batch, or the trainer's start, may take
 HEARTBEAT_SECONDS = 10.0
 KEPT_JOBS = 1000  # ended ones in memory; older ones are answered from the store

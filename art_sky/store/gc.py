@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from art_sky.errors import ObjectNotFound
 from art_sky.store.deletion import delete_objects
+from art_sky.store.failed import failed_requests
 from art_sky.store.model_store import ModelStore, blob_hash
 from art_sky.store.protocol import ObjectInfo
 from art_sky.store.reachable import find_reachable, need_adoptable
@@ -47,17 +48,18 @@ def find_garbage(model: ModelStore, grace_seconds: float = GRACE_SECONDS, now: f
     need_adoptable(model, found)
     unneeded = [i for i in listed if i.key not in found.manifests and blob_hash(i.key) not in found.blobs]
     limit = (time.time() if now is None else now) - grace_seconds
-    return Garbage(
-        objects=[info for info in unneeded if info.modified <= limit],
-        young=[info for info in unneeded if info.modified > limit],
-    )
+    # Its batch may be older than the failure: it waited, and was tried several times.
+    replayable = {f.record.batch.sha256 for f in failed_requests(model) if f.ended > limit}
+    young = [i for i in unneeded if i.modified > limit or blob_hash(i.key) in replayable]
+    kept = {i.key for i in young}
+    return Garbage([i for i in unneeded if i.key not in kept], young)
 
 
 def collect(writer: Writer, grace_seconds: float = GRACE_SECONDS) -> Garbage:
     """Deletes the garbage of the writer's model, and what is left of writes broken off in its store.
 
-    The grace period is for those who put blobs without the lease, such as a client that uploads a batch. Raises
-    LeaseLost when another writer took over.
+    The grace period is for those who put blobs without the lease, such as a client that uploads a batch, and for the
+    batches of failed requests, which `art-sky replay` may train again. Raises LeaseLost when another writer took over.
     """
     model = writer.model
     with writer.exclusive():
