@@ -44,6 +44,8 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "engine vllm", "logprobs without filters under top_p, top_k, min_p", CPU, "no", "such tokens have ratio 1"
     ),
+    Capability("trainer", "one process", CPU, "tested", "default test suite"),
+    Capability("trainer", "one process", GPU, "untested", "with engine vllm; docs/performance.md says what is tested"),
     Capability("trainer", "several processes", CPU, "tested", "gloo; default test suite"),
     Capability("trainer", "several processes", GPU, "untested", "NCCL, a GPU each"),
     Capability("trainer trl", "training", CPU, "tested", "default test suite, TRL 1.15.0"),

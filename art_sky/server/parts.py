@@ -85,8 +85,8 @@ def _make_trainer(
     from art_sky.inference.gpus import visible
     from art_sky.training.process import TrainerProcess
 
-    environment = visible(placement.trainer) if placement.trainer else {}
-    return TrainerProcess(folder, dtype, threads, log_file, environment, settings)
+    # Without GPUs in the placement it must not find one by itself: the memory plan is of main memory then.
+    return TrainerProcess(folder, dtype, threads, log_file, visible(placement.trainer), settings)
 
 
 def _place(settings: EngineConfig) -> Placement:

@@ -37,7 +37,12 @@ def update(
     if not math.isfinite(norm):
         raise not_finite("gradient", norm)
     optimizer = adamw(parameters, state, config, learning_rate)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except RuntimeError as e:
+        if "without overflow" not in str(e):
+            raise
+        raise not_finite("update", learning_rate / (1 - config.adam_beta1)) from e  # beyond float32
     optimizer.zero_grad()
     state.updates += 1
     for name, p in parameters.items():
