@@ -178,6 +178,15 @@ class RegisterRequest(Wire):
     client_version: str
 
 
+class LeaseStatus(Wire):
+    """The claim in the store by which a server is the one that may commit steps of a model."""
+
+    owner: str
+    generation: int  # grows with every holder
+    age_seconds: float  # since this holder took it
+    problem: str | None = None  # why it can no longer be relied on
+
+
 class ModelStatus(Wire):
     project: str
     name: str
@@ -188,6 +197,7 @@ class ModelStatus(Wire):
     lora: LoRAConfig
     server_version: str
     context_length: int
+    lease: LeaseStatus | None = None  # of a model that is trained here
 
 
 class TrainRequest(Wire):

@@ -10,7 +10,7 @@ from art_sky.controller.control import rented_views
 from art_sky.errors import NotFound
 from art_sky.suggest import did_you_mean
 
-COLUMNS = ["name", "state", "address", "machine", "#$/h", "#spent", "#at most", "#time left", "#idle"]
+COLUMNS = ["name", "state", "address", "machine", "#$/h", "#spent", "#at most", "#time left", "#idle", "lease"]
 
 
 def rented_clusters(*, over: bool = False) -> list[dict[str, Any]]:
@@ -54,6 +54,9 @@ def notes(view: dict[str, Any]) -> list[str]:
         lines.append("the cloud takes the machine back; another is rented when it has gone")
     if view["held_requests"]:
         lines.append(f"{view['held_requests']} requests wait for a machine")
+    for model, lease in view["leases"].items():
+        held = f"lease of {model}: {lease['owner']}, generation {lease['generation']}"
+        lines.append(f"{held}: {lease['problem'] or 'for ' + duration(lease['age_seconds'])}")
     return lines + [text for text in (view["problem"], view["error"]) if text]
 
 
@@ -72,4 +75,12 @@ def _row(view: dict[str, Any]) -> tuple[object, ...]:
         f"${view['worst_case']:.2f}",
         duration(view["seconds_left"]),
         idle if view["idle_seconds"] is not None else None,
+        _lease(view["leases"]),
     )
+
+
+def _lease(leases: dict[str, Any]) -> str | None:
+    """Whether the server may commit; which model is meant stands below the table."""
+    if not leases:
+        return None
+    return "lost" if any(lease["problem"] for lease in leases.values()) else "held"

@@ -334,9 +334,9 @@ class Daemon:
         node = changed.node
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOLD_SECONDS):
-                while node is not None and node.state == "up" and not self._reconciler.has_limits(changed, node):  # noqa: ASYNC110
+                while node is not None and node.state == "up" and not self._reconciler.seen.has_limits(changed, node):  # noqa: ASYNC110
                     await asyncio.sleep(WATCH_SECONDS)
-        told = node is None or node.state != "up" or self._reconciler.has_limits(changed, node)
+        told = node is None or node.state != "up" or self._reconciler.seen.has_limits(changed, node)
         return {**self._view(changed), "told": told}
 
     async def _status(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -345,7 +345,7 @@ class Daemon:
     async def _machine(self, given: dict[str, Any]) -> dict[str, Any]:
         cluster = self._registry.named(str(given["name"]))
         node = cluster.node
-        machine = self._reconciler.machine(node) if node is not None else None
+        machine = self._reconciler.seen.running(node) if node is not None else None
         if machine is None or machine.host is None:
             raise ServerUnreachable(
                 f"cluster {cluster.name!r} has no machine now ({state_of(cluster)}); see `art-sky status`"
@@ -369,12 +369,13 @@ class Daemon:
             self._nudges[id].set()
 
     def _view(self, cluster: RentedCluster) -> dict[str, Any]:
-        node, reconciler = cluster.node, self._reconciler
-        watchdog = reconciler.watchdog(node) if node is not None else None
-        problem = reconciler.problem(node) if node is not None else None
+        node, seen = cluster.node, self._reconciler.seen
+        watchdog = seen.watchdog(node) if node is not None else None
+        problem = seen.problem(node) if node is not None else None
+        leases = seen.leases(node) if node is not None and node.state == "up" else {}
         if not is_over(cluster) and cluster.id not in self._addresses:
             problem = f"its port {cluster.port} is another program's; end that, and the address comes back"
-        view = cluster_view(cluster, watchdog, problem, self._clock.now())
+        view = cluster_view(cluster, watchdog, problem, self._clock.now(), leases)
         address = self._addresses.get(cluster.id)
         return {**view, "held_requests": address.held if address is not None else 0}
 

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from art_sky.controller.provider import Machine
 from art_sky.controller.rented import RentedCluster
 from art_sky.node.records import NodeLimits, WatchdogState
+from art_sky.schemas import LeaseStatus
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Link(Protocol):
         """The version of the server that answers through the tunnel; None while none does."""
         ...
 
-    def models(self, cluster: RentedCluster) -> list[str]:
-        """`project/name` of the models that the server has."""
+    def models(self, cluster: RentedCluster) -> dict[str, LeaseStatus | None]:
+        """The models that the server has, by `project/name`, with the lease of those that it trains."""
         ...
 
     def watchdog(self, machine: Machine) -> WatchdogState: ...

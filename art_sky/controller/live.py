@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from art_sky.controller.calls import Call
 from art_sky.controller.provider import Machine
 from art_sky.node.records import NodeLimits, WatchdogState
+from art_sky.schemas import LeaseStatus
 
 
 @dataclass
@@ -29,5 +30,6 @@ class Live:
     seen: bool = False
     absent_since: float | None = None
     limits: NodeLimits | None = None  # as the node has them
+    leases: dict[str, LeaseStatus] = field(default_factory=dict)
     problem: str | None = None
     said: set[str] = field(default_factory=set)

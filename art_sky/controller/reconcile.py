@@ -1,20 +1,19 @@
 """What is wanted against what is there: one small step for one cluster at a time, until both agree.
 
 A step loads the record, looks, writes what it will do, and does it. Steps of one cluster never overlap; whatever kills
-the controller between two operations, the next one goes on from the record. Memory (`Live`) only saves questions.
+the controller between two operations, the next one goes on from the record. Memory (`Observer`) only saves questions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from art_sky import __version__
 from art_sky.controller import money
 from art_sky.controller.calls import Calls
 from art_sky.controller.ledger import Ledger
 from art_sky.controller.link import Link
-from art_sky.controller.live import Live
+from art_sky.controller.observe import Observer, Ticks
 from art_sky.controller.outcomes import described, next_launch, offer_text, told
 from art_sky.controller.provider import Machine, NodeOrder, Provider
 from art_sky.controller.registry import Registry, moved, with_node
@@ -28,10 +27,9 @@ from art_sky.errors import (
     ServerUnreachable,
     StoreError,
 )
-from art_sky.node.records import NodeLimits, WatchdogState
+from art_sky.node.records import NodeLimits
 
-# Seconds. Deadlines of single calls, a little above the provider's own:
-FIND_SECONDS = 150.0
+# Seconds. The deadline of a call, a little above the provider's own:
 END_SECONDS = 330.0
 # Between looks:
 SOON, OFTEN, SELDOM = 1.0, 5.0, 15.0
@@ -46,10 +44,6 @@ END_RETRY_SECONDS, END_AGAIN_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0), 60.0
 
 
 Order = Callable[[RentedCluster, Node, NodeLimits], NodeOrder]
-
-
-class Ticks(Protocol):
-    def now(self) -> float: ...
 
 
 class Reconciler:
@@ -67,7 +61,7 @@ class Reconciler:
     ) -> None:
         self._registry, self._provider, self._link, self._ledger = registry, provider, link, ledger
         self._order, self._clock, self._calls = order, clock, calls
-        self._live: dict[str, Live] = {}
+        self.seen = Observer(registry, provider, link, clock, calls)
 
     def step(self, id: str) -> float | None:
         """Does the next thing for a cluster; seconds until it should be called again, None when nothing is left."""
@@ -84,23 +78,6 @@ class Reconciler:
             "ending": self._ending,
         }[node.state]
         return handler(cluster, node)
-
-    def watchdog(self, node: Node) -> WatchdogState | None:
-        """As last seen."""
-        return self._live[node.name].watchdog if node.name in self._live else None
-
-    def machine(self, node: Node) -> Machine | None:
-        """As last seen running."""
-        return self._live[node.name].machine if node.name in self._live else None
-
-    def has_limits(self, cluster: RentedCluster, node: Node) -> bool:
-        """Whether the node was told the limits as they stand."""
-        live = self._live.get(node.name)
-        return live is not None and live.limits == money.node_limits(cluster, node.name, self._clock.now())
-
-    def problem(self, node: Node) -> str | None:
-        """What a teardown or a connection is waiting for, one line."""
-        return self._live[node.name].problem if node.name in self._live else None
 
     def sweep(self) -> list[str]:
         """Ends machines that a record says are gone: a launch that was given up may have made one late.
@@ -151,7 +128,7 @@ class Reconciler:
         except ArtSkyError as e:
             return self._to_gone(cluster, f"launch: {e.message}", now)
         self._registry.update(cluster.id, lambda c: moved(c, "provisioning", now, billed_from=now, phase="provision"))
-        live = self._of(node)
+        live = self.seen.of(node)
         live.phase_since, live.limits = now, limits
         live.call = self._calls.begin(
             lambda: self._provider.launch(order, lambda phase, text: self._progress(cluster.id, node, phase, text)),
@@ -160,7 +137,7 @@ class Reconciler:
         return 0.0
 
     def _provisioning(self, cluster: RentedCluster, node: Node) -> float:
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if cluster.wanted == "down":
             return self._to_ending(cluster, "asked")
         if node.phase == "kept":
@@ -189,7 +166,7 @@ class Reconciler:
         return 0.0
 
     def _connecting(self, cluster: RentedCluster, node: Node) -> float:
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if cluster.wanted == "down":
             return self._to_ending(cluster, "asked")
         if node.phase == "kept":
@@ -197,7 +174,7 @@ class Reconciler:
         if now - node.since > cluster.request.limits.setup_minutes * 60 + 120:
             why = live.problem or self._link.status(cluster).problem or "the server never answered"
             return self._failed(cluster, node, f"health: {why}")
-        machine = self._machine(node)
+        machine = self.seen.machine(node)
         if machine is None or machine.seen in ("pending", "running"):
             if machine is not None and machine.host is not None:
                 return self._come_up(cluster, node, machine)
@@ -205,7 +182,7 @@ class Reconciler:
         return self._ended_by_itself(cluster, node, machine)
 
     def _come_up(self, cluster: RentedCluster, node: Node, machine: Machine) -> float:
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         self._link.connect(cluster, machine)
         status = self._link.status(cluster)
         live.problem = status.problem
@@ -249,13 +226,13 @@ class Reconciler:
         return 0.0
 
     def _up(self, cluster: RentedCluster, node: Node) -> float:
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if cluster.wanted == "down":
             return self._to_ending(cluster, "asked", flush=True)
         deadline, why = money.controller_deadline(cluster, node, now)
         if now > deadline:
             return self._to_ending(cluster, why, flush=True)
-        machine = self._machine(node)
+        machine = self.seen.machine(node)
         if machine is not None and machine.seen == "running":
             self._link.connect(cluster, machine)
         status = self._link.status(cluster)
@@ -268,21 +245,21 @@ class Reconciler:
             return SOON
         live.down_since = None
         if machine is not None and now - live.looked >= SELDOM:
-            self._look(cluster, node, machine)
+            self.seen.look(cluster, node, machine)
         state = live.watchdog
         if state is not None and state.phase == "ended":
             return self._to_ending(cluster, told(state.ending))
         return OFTEN
 
     def _lost(self, cluster: RentedCluster, node: Node) -> float:
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if cluster.wanted == "down":
             return self._to_ending(cluster, "asked")
         deadline, why = money.controller_deadline(cluster, node, now)
         if now > deadline:
             return self._to_ending(cluster, why)
         live.machine = None
-        machine = self._machine(node)
+        machine = self.seen.machine(node)
         if machine is None:
             return OFTEN  # the provider cannot be asked, so that nothing is known
         if machine.seen not in ("running", "pending"):
@@ -300,7 +277,7 @@ class Reconciler:
         return OFTEN
 
     def _ending(self, cluster: RentedCluster, node: Node) -> float:
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         live.given_up = True
         if node.phase == "flushing":
             if not self._flushed(cluster, node):
@@ -309,7 +286,7 @@ class Reconciler:
         if now >= live.next_end:
             self._end(cluster, node)
         try:
-            machine = self._calls.within(FIND_SECONDS, "the provider", lambda: self._provider.find(node.name))
+            machine = self.seen.ask(node)
         except ArtSkyError as e:
             live.problem = f"whether it is gone is not known: {e.message}"
             return OFTEN
@@ -330,7 +307,7 @@ class Reconciler:
     # --- parts of them ------------------------------------------------------------------------------------
 
     def _end(self, cluster: RentedCluster, node: Node) -> None:
-        live = self._of(node)
+        live = self.seen.of(node)
         try:
             self._calls.within(END_SECONDS, f"ending {node.name}", lambda: self._provider.end(node.name))
         except ArtSkyError as e:
@@ -344,11 +321,11 @@ class Reconciler:
 
     def _flushed(self, cluster: RentedCluster, node: Node) -> bool:
         """Whether the node has flushed, or cannot, or had its time."""
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if now - node.since > cluster.request.limits.flush_minutes * 60 + 30:
             self._note(cluster, f"{node.name}: did not say in time that it had flushed; what it had not is not known")
             return True
-        machine = self._machine(node)
+        machine = self.seen.machine(node)
         if machine is None or machine.seen != "running":
             return machine is not None
         try:
@@ -370,9 +347,9 @@ class Reconciler:
         return True
 
     def _still_starting(self, cluster: RentedCluster, node: Node, machine: Machine) -> float:
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if now - live.looked >= OFTEN:
-            self._look(cluster, node, machine)
+            self.seen.look(cluster, node, machine)
         state = live.watchdog
         if state is not None:
             if state.ending is not None:
@@ -381,40 +358,19 @@ class Reconciler:
                 self._progress(cluster.id, node, state.phase, state.phase)
         return SOON
 
-    def _look(self, cluster: RentedCluster, node: Node, machine: Machine) -> None:
-        live = self._of(node)
-        live.looked = self._clock.now()
-        try:
-            live.watchdog = self._link.watchdog(machine)
-            live.contact = self._clock.now()
-            limits = money.node_limits(cluster, node.name, live.contact)
-            if node.state == "up" and live.limits != limits:
-                self._link.send_limits(machine, limits)
-                live.limits = limits
-                self._note(cluster, f"{node.name}: has its limits: {limits.max_hours:.2f} h, budget {limits.budget}")
-            models = self._link.models(cluster) if node.state == "up" else None
-        except ServerUnreachable as e:
-            live.problem = e.message
-            return
-        if models is not None and sorted(models) != cluster.models:
-            self._registry.update(cluster.id, lambda c: c.model_copy(update={"models": sorted(models)}))
-        if live.watchdog.preemption_unix is not None and "preempted" not in live.said:
-            live.said.add("preempted")
-            self._note(cluster, f"{node.name}: the cloud takes the machine back; another is rented when it has gone")
-
     def _kept(self, cluster: RentedCluster, node: Node) -> float:
         """A failed launch whose machine the user wanted to keep for a look."""
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         deadline, why = money.controller_deadline(cluster, node, now)
         live.machine = None
-        machine = self._machine(node)
+        machine = self.seen.machine(node)
         if now > deadline or (machine is not None and machine.seen not in ("running", "pending")):
             return self._to_ending(cluster, node.reason or why)
         return SELDOM
 
     def _ended_by_itself(self, cluster: RentedCluster, node: Node, machine: Machine) -> float:
         """The machine is gone or going, and it was not the controller that ended it: why?"""
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if live.watchdog is not None and live.watchdog.ending is not None:
             return self._to_ending(cluster, told(live.watchdog.ending))
         try:
@@ -453,7 +409,7 @@ class Reconciler:
     def _to_gone(self, cluster: RentedCluster, reason: str, now: float) -> float:
         node = cluster.node
         assert node is not None
-        live = self._of(node)
+        live = self.seen.of(node)
         # Where the provider had none and none was ever seen, nothing was billed.
         unbilled = node.state == "intended" or (reason.startswith("capacity") and not live.seen)
         billed_from = now if unbilled else node.billed_from
@@ -469,7 +425,7 @@ class Reconciler:
         )
         self._note(cluster, f"{node.name}: gone ({described(reason)})")
         if live.call is None or live.call.done():
-            self._live.pop(node.name, None)
+            self.seen.forget(node)
         return 0.0
 
     def _give_up(self, cluster: RentedCluster, error: str) -> float:
@@ -477,23 +433,9 @@ class Reconciler:
         self._note(cluster, error)
         return 0.0
 
-    def _machine(self, node: Node) -> Machine | None:
-        """The node's machine; None while the provider cannot be asked."""
-        live = self._of(node)
-        if live.machine is None:
-            try:
-                live.machine = self._calls.within(FIND_SECONDS, "the provider", lambda: self._provider.find(node.name))
-            except ArtSkyError as e:
-                live.problem = e.message
-                return None
-            if live.machine.seen == "pending":
-                found, live.machine = live.machine, None  # its address is not known yet
-                return found
-        return live.machine
-
     def _progress(self, id: str, node: Node, phase: str, text: str) -> None:
         """Called from the launch's thread too; raises there when the launch is no longer wanted."""
-        live, now = self._of(node), self._clock.now()
+        live, now = self.seen.of(node), self._clock.now()
         if live.given_up:
             raise ServerUnreachable(f"the launch of {node.name} was given up; it is being ended")
 
@@ -506,9 +448,6 @@ class Reconciler:
             return with_node(c, phase=phase, phases=phases)
 
         self._note(self._registry.update(id, change), f"{node.name}: {text}")
-
-    def _of(self, node: Node) -> Live:
-        return self._live.setdefault(node.name, Live())
 
     def _note(self, cluster: RentedCluster, text: str) -> None:
         self._registry.note(cluster.id, self._clock.now(), " ".join(text.split()))

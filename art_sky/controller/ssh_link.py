@@ -23,6 +23,7 @@ from art_sky.controller.secrets import read_secrets
 from art_sky.controller.tunnel import Tunnel
 from art_sky.errors import InvalidInput, ServerUnreachable
 from art_sky.node.records import NodeLimits, WatchdogState
+from art_sky.schemas import LeaseStatus, ModelStatus
 
 ASK_SECONDS = 10.0
 _LONGEST_SOCKET = 100  # bytes of a path that every system takes for a Unix socket
@@ -60,9 +61,10 @@ class SshLink:
         except (ServerUnreachable, KeyError):
             return None
 
-    def models(self, cluster: RentedCluster) -> list[str]:
+    def models(self, cluster: RentedCluster) -> dict[str, LeaseStatus | None]:
         found = self._ask(cluster, "/api/v1/status", read_secrets(cluster.name).token)
-        return [f"{m['project']}/{m['name']}" for m in found["models"]]
+        models = [ModelStatus.model_validate(m) for m in found["models"]]
+        return {f"{m.project}/{m.name}": m.lease for m in models}
 
     def watchdog(self, machine: Machine) -> WatchdogState:
         tunnel = self._to(machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from art_sky.controller import money
@@ -10,12 +11,18 @@ from art_sky.controller.plan import GUARD_MINUTES
 from art_sky.controller.rented import RentedCluster
 from art_sky.controller.secrets import token_file
 from art_sky.node.records import WatchdogState
+from art_sky.schemas import LeaseStatus
 
 
 def cluster_view(
-    cluster: RentedCluster, watchdog: WatchdogState | None, problem: str | None, now: float
+    cluster: RentedCluster,
+    watchdog: WatchdogState | None,
+    problem: str | None,
+    now: float,
+    leases: Mapping[str, LeaseStatus] | None = None,
 ) -> dict[str, Any]:
-    """JSON. Times are Unix seconds, money is dollars; `worst_case` bounds the whole run, disks and egress apart."""
+    """JSON. Times are Unix seconds, money is dollars; `worst_case` bounds the whole run, disks and egress apart.
+    `leases` are those of the cluster's server, by project/name, as it told them last."""
     node, limits = cluster.node, cluster.request.limits
     running = node is not None and node.state != "gone"
     price = money.price(node) if node is not None and running else None
@@ -46,6 +53,7 @@ def cluster_view(
         "watchdog": watchdog.phase if watchdog is not None else None,
         "preempted": watchdog is not None and watchdog.preemption_unix is not None,
         "models": cluster.models,
+        "leases": {name: lease.model_dump() for name, lease in sorted((leases or {}).items())},
         "problem": problem,
         "error": cluster.error,
         "ended": described(node.reason) if node is not None and node.reason and not running else None,

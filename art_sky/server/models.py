@@ -242,6 +242,7 @@ class Registry:
             lora=model.record.lora,
             server_version=__version__,
             context_length=self.context_length if isinstance(model, ServedModel) else 0,
+            lease=model.writer.lease() if isinstance(model, ServedModel) else None,
         )
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ from art_sky.errors import (
     PreconditionFailed,
     StoreError,
 )
-from art_sky.schemas import FileRef, Head, Manifest
+from art_sky.schemas import FileRef, Head, LeaseStatus, Manifest
 from art_sky.store.deletion import read_condemned
 from art_sky.store.failpoints import failpoint
 from art_sky.store.files import file_ref
@@ -50,7 +50,9 @@ class Writer:
         self.model = model
         self._mutex = threading.RLock()
         self._unknown: StoreError | None = None
+        self._owner = owner
         self._lease = model.store.acquire(model.key(LEASE), owner, wait_seconds)
+        self._taken = time.monotonic()
         try:
             self._head, self._etag = self._fence()
             # After the fence: who writes such a list later finds that HEAD is not theirs, and deletes nothing.
@@ -161,6 +163,16 @@ class Writer:
     def check(self) -> None:
         """Raises LeaseLost when another process may own the model now."""
         self._lease.check()
+
+    def lease(self) -> LeaseStatus:
+        """The claim as this process sees it."""
+        problem = None
+        try:
+            self._lease.check()
+        except LeaseLost as e:
+            problem = e.message
+        age = round(time.monotonic() - self._taken, 3)
+        return LeaseStatus(owner=self._owner, generation=self.generation, age_seconds=age, problem=problem)
 
     def confirm(self) -> None:
         """Asks the store itself, not only the clock. Raises LeaseLost when another writer took over."""

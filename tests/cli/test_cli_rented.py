@@ -67,17 +67,21 @@ def test_commands_on_a_rented_cluster(cloud: Path, tmp_path: Path, capsys: pytes
 
     end = time.monotonic() + 30
     out = ""
-    while "7s of 30m" not in out:
+    while "7s of 30m" not in out or "lease of" not in out:
         assert time.monotonic() < end, out
         capsys.readouterr()
         assert run("status") == 0
         out = capsys.readouterr().out
-    for wanted in ("g5.xlarge, aws us-east-1", "1.00", "$3.33", "2h 59m", backend.inference()[0][:-3]):
+    lease = "lease of p/agent: server node pid 7, generation 2: for 1m 01s"
+    for wanted in ("g5.xlarge, aws us-east-1", "1.00", "$3.33", "2h 59m", backend.inference()[0][:-3], "held", lease):
         assert wanted in out, out
     capsys.readouterr()
     assert run("status", "--json") == 0
     view = json.loads(capsys.readouterr().out)["rented"][0]
     assert (view["state"], view["price_per_hour"], view["worst_case"]) == ("up", 1.0, pytest.approx(3.33, abs=0.01))
+    assert 0 < view["spent"] < 0.1 and view["idle_seconds"] == 7 and 10000 < view["seconds_left"] < 10800
+    held = {"owner": "server node pid 7", "generation": 2, "age_seconds": 61.0, "problem": None}
+    assert view["leases"] == {"p/agent": held}
 
     assert run("extend", "run", "--hours", "2") == 0
     assert "may go on for 4h 59m" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from art_sky.controller.registry import Registry
 from art_sky.controller.rented import LaunchRequest, Node, RentedCluster
 from art_sky.errors import CloudError, LaunchFailed, NoCapacity, ServerUnreachable, StoreError
 from art_sky.node.records import NodeConfig, NodeLimits, WatchdogState
+from art_sky.schemas import LeaseStatus
 
 T = TypeVar("T")
 OFFERS = [
@@ -224,6 +225,7 @@ class FakeLink:
     served: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     asked_models: int = 0
+    leases: dict[str, LeaseStatus] = field(default_factory=dict)
     to: dict[str, Machine] = field(default_factory=dict)
 
     def connect(self, cluster: RentedCluster, machine: Machine) -> None:
@@ -244,9 +246,9 @@ class FakeLink:
         self.fuse.burn()
         return self.version if self.status(cluster).state == "open" else None
 
-    def models(self, cluster: RentedCluster) -> list[str]:
+    def models(self, cluster: RentedCluster) -> dict[str, LeaseStatus | None]:
         self.asked_models += 1
-        return self.served
+        return {name: self.leases.get(name) for name in self.served}
 
     def watchdog(self, machine: Machine) -> WatchdogState:
         self.fuse.burn()

@@ -59,7 +59,11 @@ class Handler(BaseHTTPRequestHandler):
         code = 200 if health or self.headers.get("authorization") == f"Bearer {{token}}" else 401
         body = {{"version": "{__version__}", "node": folder.parent.name}}
         if self.path == "/api/v1/status":
-            body = {{"models": [{{"project": "p", "name": "agent"}}]}}
+            body = {{"models": [{{
+                "project": "p", "name": "agent", "base_model": "b", "inference_name": "agent", "step": 3,
+                "manifest": "m", "lora": {{}}, "server_version": "0.1.0", "context_length": 512,
+                "lease": {{"owner": "server node pid 7", "generation": 2, "age_seconds": 61.0}},
+            }}]}}
         data = json.dumps(body if code == 200 else {{}}).encode()
         self.send_response(code)
         self.send_header("content-length", str(len(data)))

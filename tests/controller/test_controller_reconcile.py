@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from fake_cloud import FakeWorld, state
 
+from art_sky.cli.rented import notes
 from art_sky.controller import money
 from art_sky.controller.outcomes import AFTER, told
 from art_sky.controller.rented import RentedCluster
+from art_sky.controller.views import cluster_view
 from art_sky.errors import BudgetTooSmall
 from art_sky.node.records import REASONS
+from art_sky.schemas import LeaseStatus
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_terminate_that_fails_twice_is_tried_again_and_told(world: FakeWorld) ->
     world.want(id, "down")
     world.run(id, lambda c: c.node is not None and c.node.state == "ending" and world.provider.end_failures == 1)
     node = world.registry.get(id).node
-    assert node and "ending it failed 1 times" in str(world.reconciler.problem(node))
+    assert node and "ending it failed 1 times" in str(world.reconciler.seen.problem(node))
     world.over(id, seconds=180)
     assert world.provider.alive() == []
 
@@ -187,7 +190,7 @@ def test_a_replacement_is_up_when_it_serves_the_models_again(world: FakeWorld) -
     world.run(id, lambda c: world.link.asked_models > asked + 3)
     cluster = world.registry.get(id)
     assert cluster.node and cluster.node.state == "connecting"
-    assert world.reconciler.problem(cluster.node) == "waiting for p/agent"
+    assert world.reconciler.seen.problem(cluster.node) == "waiting for p/agent"
     world.link.served = ["p/agent"]
     world.up(id)
 
@@ -200,6 +203,24 @@ def test_a_preempted_machine_is_replaced(world: FakeWorld) -> None:
     world.provider.vanish(f"{id}-1")
     cluster = world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "up")
     assert cluster.nodes[0].reason == "preempted"
+
+
+def test_leases_are_shown_as_the_server_told_them_while_it_is_up(world: FakeWorld) -> None:
+    held = LeaseStatus(owner="server node pid 7", generation=2, age_seconds=61.0)
+    lost = held.model_copy(update={"problem": "another process took the lease"})
+    world.link.served, world.link.leases = ["p/agent", "p/logged"], {"p/agent": held}
+    id = world.launch()
+    node = world.up(id).node
+    assert node
+    seen = world.reconciler.seen
+    world.run(id, lambda c: seen.leases(node) == {"p/agent": held})
+    world.link.leases = {"p/agent": lost}
+    cluster = world.run(id, lambda c: seen.leases(node) == {"p/agent": lost})
+    assert cluster.models == ["p/agent", "p/logged"]
+    view = cluster_view(cluster, None, None, world.clock.time, seen.leases(node))
+    assert view["leases"]["p/agent"]["problem"] == "another process took the lease"
+    text = "lease of p/agent: server node pid 7, generation 2: another process took the lease"
+    assert text in notes({**view, "held_requests": 0})
 
 
 @pytest.mark.parametrize("how", ["told through the tunnel", "found in the ledger"])
@@ -352,10 +373,10 @@ def test_extended_limits_reach_the_node_and_the_next_one(world: FakeWorld) -> No
     world.up(id)
     world.link.cut = True
     cluster = world.registry.update(id, lambda c: c.model_copy(update={"extended_hours": 4.0}))
-    assert cluster.node and not world.reconciler.has_limits(cluster, cluster.node)
+    assert cluster.node and not world.reconciler.seen.has_limits(cluster, cluster.node)
     world.link.cut = False
     world.run(id, lambda c: "limits" in world.link.calls)
-    assert world.reconciler.has_limits(cluster, cluster.node)
+    assert world.reconciler.seen.has_limits(cluster, cluster.node)
     world.provider.vanish(f"{id}-1")
     world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "up")
     assert world.provider.launched[-1].config.limits.max_hours == pytest.approx(12, abs=0.1)

@@ -238,6 +238,12 @@ async def test_status(server: Harness) -> None:
     status = (await server.client.get("/api/v1/status")).json()
     assert status["engine"]["state"] == "ready" and status["trainer"]["state"] == "ready"
     assert status["models"][0]["name"] == "agent" and status["store"].startswith("file://")
+    lease = status["models"][0]["lease"]
+    assert lease["owner"].startswith("server ") and (lease["generation"], lease["problem"]) == (1, None)
+    for file in server.server.registry.store.root.glob("**/leases/*"):  # type: ignore[attr-defined]
+        file.unlink()
+    lease = (await server.client.get("/api/v1/status")).json()["models"][0]["lease"]
+    assert "was deleted under this process" in lease["problem"]
     assert (await server.client.get("/nowhere")).json()["error"]["code"] == "not_found"
     assert (await server.client.put("/api/v1/status")).status_code == 405
     assert (await server.client.get("/openapi.json")).status_code == 200
