@@ -21,7 +21,10 @@ from art_sky.training.process import TrainerProcess
 from art_sky.training.rows import plan
 from art_sky.training.sequences import build_batch
 
-NAMES = (files.ADAPTER, files.OPTIMIZER, files.STATE)
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine are many times slower
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +128,7 @@ async def test_an_error_of_both_is_told_once_and_the_next_call_works(tiny_model,
 
 @pytest.mark.parametrize("share", [True, False])
 def test_each_token_is_computed_in_one_process_and_the_work_is_even(share, tiny_model):
-    groups = make_groups(tiny_model, groups=1, size=12, turns=2, prompt_tokens=4, seed=1)
+    groups = make_groups(tiny_model, groups=1, size=12, prompt_tokens=4, tokens=12, seed=1)
     batch = build_batch(groups, TrainConfig(), vocab_size=200, context_length=512)
     plans = [plan(batch.sequences, 64, share, rank, 3) for rank in range(3)]
     tokens = [np.concatenate([s.tokens for top in p for s in top.walk()]) for p in plans]
