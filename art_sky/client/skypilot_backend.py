@@ -60,7 +60,7 @@ class SkyPilotBackend(ServerBackend):
 
         `options` are the limits (budget, max_hours, idle_minutes, orphan_minutes, flush_minutes, setup_minutes) and
         the other fields of a launch (cpus, memory, max_price, disk_gib, image_id, node_role, allow_unsafe,
-        allow_cloud_key_on_node, allow_untested, keep). `force_restart` ends a cluster of this name first. When the
+        allow_cloud_key_on_node, keep). `force_restart` ends a cluster of this name first. When the
         call is interrupted or cancelled, the machine is ended. Raises InvalidConfig, NoCapacity, BudgetTooSmall,
         Conflict (a cluster of this name differs), LaunchFailed.
         """

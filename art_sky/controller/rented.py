@@ -46,7 +46,6 @@ class LaunchRequest(Settings):
     server: dict[str, Any] = {}
     allow_unsafe: bool = False
     allow_cloud_key_on_node: bool = False
-    allow_untested: bool = False
     keep: bool = False  # a machine whose launch failed is kept for a look, until its own limits end it
 
     def wanted(self) -> Wanted:

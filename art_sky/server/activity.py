@@ -3,8 +3,12 @@ micro-batch, a rollout's call."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+_TOUCH_SECONDS = 5.0
 
 
 class Activity:
@@ -17,3 +21,20 @@ class Activity:
 
     def idle_seconds(self) -> float:
         return self._clock() - self._last
+
+    @asynccontextmanager
+    async def during(self, seconds: float) -> AsyncIterator[None]:
+        """What happens within is work, for at most `seconds`: for what takes minutes and shows no progress of its own,
+        as the download of a model."""
+        end = self._clock() + seconds
+
+        async def touching() -> None:
+            while self._clock() < end:
+                self.touch()
+                await asyncio.sleep(_TOUCH_SECONDS)
+
+        task = asyncio.create_task(touching(), name="counts as work")
+        try:
+            yield
+        finally:
+            task.cancel()

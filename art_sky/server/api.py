@@ -40,6 +40,7 @@ from art_sky.store.model_store import ModelStore
 from art_sky.store.retention import best_step, delete_checkpoints
 
 MAX_BLOB = 4 << 30
+REGISTER_SECONDS = 1800.0  # for which a registration, with a download and the start of an engine, counts as work
 _CHUNK = 1 << 20
 _MODEL = "/models/{project}/{name}"
 

@@ -16,6 +16,7 @@ from server_fakes import GROUP, Harness, chunks, harness
 
 from art_sky.errors import NoDiskSpace, NotFound, StoreError
 from art_sky.schemas import Exchange
+from art_sky.server import activity
 from art_sky.server.app import create_app
 from art_sky.server.exchange_log import ExchangeLog
 from art_sky.server.security import load_token
@@ -232,6 +233,32 @@ async def test_idle_limit_counts_work_only(tiny_model: Path, tmp_path: Path) -> 
         )
         async with asyncio.timeout(5):
             await stopped.wait()
+
+
+async def test_what_takes_minutes_without_a_sign_counts_as_work_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "_TOUCH_SECONDS", 0.0)
+    now = 100.0
+    work = activity.Activity(lambda: now)
+    async with work.during(60):
+        await asyncio.sleep(0)
+        now = 159.0
+        await asyncio.sleep(0.01)
+        assert work.idle_seconds() == 0
+        now = 400.0
+        await asyncio.sleep(0.01)
+        assert work.idle_seconds() == pytest.approx(241)
+    now = 401.0
+    await asyncio.sleep(0.01)
+    assert work.idle_seconds() == pytest.approx(242)
+
+
+async def test_a_registration_counts_as_work(tiny_model: Path, tmp_path: Path) -> None:
+    now = [time.monotonic()]
+    async with harness(tiny_model, tmp_path) as h:
+        h.server.activity._clock = lambda: now[0]
+        now[0] += 500
+        await h.register()
+        assert h.server.activity.idle_seconds() < 5
 
 
 async def test_status(server: Harness) -> None:
