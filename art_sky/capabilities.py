@@ -48,10 +48,16 @@ TABLE: tuple[Capability, ...] = (
     Capability("trainer", "one process", GPU, "untested", "with engine vllm; docs/performance.md says what is tested"),
     Capability("trainer", "several processes", CPU, "tested", "gloo; default test suite"),
     Capability("trainer", "several processes", GPU, "untested", "NCCL, a GPU each"),
+    Capability("trainer", "8-bit optimizer", CPU, "tested", "default test suite, bitsandbytes 0.50.2"),
+    Capability("trainer", "8-bit optimizer", GPU, "untested"),
+    Capability("trainer", "4-bit base (NF4)", CPU, "tested", "default test suite, bitsandbytes 0.50.2"),
+    Capability("trainer", "4-bit base (NF4)", GPU, "untested"),
     Capability("trainer trl", "training", CPU, "tested", "default test suite, TRL 1.15.0"),
     Capability("trainer trl", "training", GPU, "untested"),
     Capability("trainer unsloth", "training", CPU, "tested", "`make test-unsloth`, Unsloth 2026.10.9"),
     Capability("trainer unsloth", "training", GPU, "untested"),
+    Capability("trainer unsloth", "4-bit base (NF4)", CPU, "no", "use the trainer native, which quantises there"),
+    Capability("trainer unsloth", "4-bit base (NF4)", GPU, "untested"),
 )
 
 

@@ -234,6 +234,12 @@ class TrainerConfig(Settings):
     processes: int = Field(
         1, ge=1, le=64, description="that compute a share of each update, on a GPU each or sharing the CPU's cores"
     )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="adamw_8bit: bitsandbytes' AdamW8bit, moments of large matrices in 8 bits"
+    )
+    quantization: Literal["none", "nf4"] = Field(
+        "none", description="nf4: the trainer's frozen linear layers in 4 bits, by bitsandbytes (QLoRA)"
+    )
 
     @model_validator(mode="after")
     def _only_what_it_uses(self) -> TrainerConfig:
@@ -255,6 +261,12 @@ class ServerConfig(Settings):
     state_dir: str = Field(description="logs, exchange log, scratch and unpacked adapters; may be deleted")
     models: list[str] = Field([], description="project/name of models in the store that are served from the start")
     fsync_each_reply: bool = Field(False, description="fsync the exchange log before each reply, not in groups")
+
+    @model_validator(mode="after")
+    def _computes_in_bfloat16(self) -> ServerConfig:
+        if self.trainer.quantization == "nf4" and self.engine.dtype != "bfloat16":
+            raise ValueError("quantization nf4 computes in bfloat16; use dtype bfloat16, or quantization none")
+        return self
 
 
 class Limits(Settings):

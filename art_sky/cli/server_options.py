@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
@@ -12,7 +12,7 @@ from art_sky.store import open_store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBERS = ("threads", "max_batch", "kv_cache_mib", "max_adapters", "context_length", "max_lora_rank")
-_TRAINER = {"trainer": "kind", "processes": "processes"}
+_TRAINER = {"trainer": "kind", "processes": "processes", "optimizer": "optimizer", "quantization": "quantization"}
 _ENGINE = ("kind", "dtype", *_NUMBERS, "vllm_python")
 
 
@@ -38,6 +38,14 @@ def server_options(function: Function) -> Function:
             ),
             click.option(
                 "--processes", type=click.IntRange(1, 64), metavar="N", help=f"Trainer: {_help(trainer['processes'])}."
+            ),
+            *(
+                click.option(
+                    f"--{name}",
+                    type=click.Choice(list(get_args(trainer[name].annotation))),
+                    help=f"Trainer: {_help(trainer[name])}.",
+                )
+                for name in ("optimizer", "quantization")
             ),
             click.option("--vllm-python", metavar="FILE", help=f"Engine: {_help(engine['vllm_python'])}."),
             click.option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from art_sky import __version__
-from art_sky.config import EngineConfig, home
+from art_sky.config import EngineConfig, TrainerConfig, home
 from art_sky.controller.plan import GUARD_MINUTES
 from art_sky.controller.provider import NodeOrder, Offer
 from art_sky.controller.rented import Node, RentedCluster
@@ -18,6 +18,8 @@ def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: P
     """`limits` are what the cluster's earlier machines left; `wheels` is where our wheel is kept."""
     request, offer = cluster.request, Offer(**node.offer)
     engine = request.server.get("engine", {})
+    trainer = TrainerConfig(**request.server.get("trainer", {}))
+    bitsandbytes = ",bnb" if trainer.optimizer == "adamw_8bit" or trainer.quantization == "nf4" else ""
     wheel = make_wheel(wheels if wheels is not None else home() / "controller" / "wheels")
     config = NodeConfig(
         cluster=cluster.id,
@@ -29,7 +31,9 @@ def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: P
         limits=limits,
         wheel=wheel.name,
         version=__version__,
-        packages=["art-sky[local,s3]"],  # the wheel's own extras; an image that has them installs nothing
+        packages=[
+            f"art-sky[local,s3{bitsandbytes}]"
+        ],  # the wheel's own extras; an image that has them installs nothing
         server=request.server,
         billed_from_unix=node.billed_from,
         vllm_packages=[f"vllm=={TESTED_VERSION}"] if EngineConfig(**engine).kind == "vllm" else [],

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import psutil
 
-from art_sky.config import DEFAULT_KV_CACHE_MIB, EngineConfig, TrainConfig
+from art_sky.config import DEFAULT_KV_CACHE_MIB, EngineConfig, TrainConfig, TrainerConfig
 from art_sky.errors import InvalidConfig
 from art_sky.inference.adapter_files import read_header
 from art_sky.inference.gpus import Placement
 
 _MIB = 2**20
 BYTES = {"bfloat16": 2, "float32": 4}
+# A parameter in 4 bits with double quantisation (arXiv:2305.14314, section 3), and a moment in 8 bits: their values,
+# and their share of the scales of a block.
+NF4_BYTES = 0.5 + 0.127 / 8
+MOMENT_BYTES = {"adamw": 4.0, "adamw_8bit": 1 + 4 / 256}
 # MiB. On a CPU: resident memory of vLLM 0.32's three processes and of the trainer with a model of 1 MB (measured).
 # On a GPU: CUDA context, captured graphs and the activations of vLLM's longest batch.
 ENGINE_BASE = {"cpu": 2300, "gpu": 3072}
@@ -40,6 +44,8 @@ class ModelSize:
     heads: int
     kv_heads: int
     vocabulary: int
+    linear_parameters: int = 0  # of the layers that LoRA adapts and the trainer may quantise
+    largest_linear: int = 0
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)  # of all tensors, by name
 
     def shards(self, gpus: int) -> int:
@@ -73,6 +79,8 @@ class ModelSize:
             heads=heads,
             kv_heads=kv_heads,
             vocabulary=vocabulary,
+            linear_parameters=sum(map(math.prod, linear)),
+            largest_linear=max(map(math.prod, linear), default=0),
             shapes=shapes,
         )
 
@@ -121,7 +129,13 @@ class MemoryPlan:
 
 
 def make_plan(
-    size: ModelSize, config: EngineConfig, context_length: int, rank: int, placement: Placement, free_mib: int
+    size: ModelSize,
+    config: EngineConfig,
+    context_length: int,
+    rank: int,
+    placement: Placement,
+    free_mib: int,
+    trained_by: TrainerConfig | None = None,
 ) -> MemoryPlan:
     """`free_mib`: of main memory, as `free_memory` finds it. Raises InvalidConfig when the KV cache cannot hold one
     sequence of `context_length` tokens.
@@ -132,7 +146,7 @@ def make_plan(
     weights = Share("weights", _mib(size.parameters * item) // tensor_parallel)
     adapters = Share("adapters", _mib(config.max_adapters * size.linear_sides * rank * item))
     base = Share("vLLM itself (estimate)", ENGINE_BASE[kind])
-    trainer = _trainer(size, config, rank, kind)
+    trainer = _trainer(size, config, rank, kind, trained_by or TrainerConfig())
     resident = [s for s in trainer if "activations" not in s.what]
 
     least = _mib(size.kv_per_token * item * context_length) // tensor_parallel
@@ -179,17 +193,21 @@ def free_memory() -> int:
     return free // _MIB
 
 
-def _trainer(size: ModelSize, config: EngineConfig, rank: int, kind: str) -> tuple[Share, ...]:
+def _trainer(size: ModelSize, config: EngineConfig, rank: int, kind: str, settings: TrainerConfig) -> tuple[Share, ...]:
     item = BYTES[config.dtype]
     tokens = int(TrainConfig.model_fields["micro_batch_tokens"].default)
     # The output layer is held a second time in float32 where the base is bfloat16.
     head = size.vocabulary * size.hidden * 4
-    # Weights, gradients and Adam's two moments of the adapter, all float32.
-    adapter = size.linear_sides * rank * 4 * 4
+    # Weights and gradients of the adapter in float32, and Adam's two moments.
+    adapter = size.linear_sides * rank * (4 + 4 + 2 * MOMENT_BYTES[settings.optimizer])
+    weights = size.parameters * item
+    if settings.quantization == "nf4":
+        # The largest matrix is there in bfloat16 while it multiplies.
+        weights += math.ceil(size.linear_parameters * (NF4_BYTES - item)) + size.largest_linear * item
     activations = size.layers * tokens * size.hidden * 17 * item
     return (
-        Share("trainer's weights", _mib(size.parameters * item + head)),
-        Share("its adapter and optimizer", _mib(adapter)),
+        Share("trainer's weights", _mib(weights + head)),
+        Share("its adapter and optimizer", _mib(math.ceil(adapter))),
         Share(f"its activations for {tokens} tokens (estimate)", _mib(activations)),
         Share("trainer itself (estimate)", TRAINER_BASE[kind]),
     )

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
-from art_sky.config import EngineConfig
+from art_sky.config import EngineConfig, TrainerConfig
 from art_sky.errors import ArtSkyError, Busy, ChildDied, InvalidConfig, InvalidInput, PromptTooLong
 from art_sky.inference.adapter_files import check_adapter
 from art_sky.inference.gpus import Placement, visible
@@ -46,16 +46,19 @@ class VllmEngine:
         config: EngineConfig,
         log_file: Path,
         placement: Placement | None = None,
+        trainer: TrainerConfig | None = None,
         *,
         start_seconds: float = 900.0,
         stall_seconds: float = 300.0,
     ) -> None:
-        """`stall_seconds`: a vLLM that gives no token for so long while requests wait is killed and started again."""
+        """`stall_seconds`: a vLLM that gives no token for so long while requests wait is killed and started again.
+        `trainer`: what the memory plan counts beside it."""
         if config.context_length is None:
             raise InvalidConfig("the vllm engine needs a context_length; give the model's")
         self._base, self._config, self._log_file = base_model_path, config, log_file
         self._context_length = config.context_length
         self._placement = placement or Placement()
+        self._trainer = trainer
         self._start_seconds, self._stall_seconds = start_seconds, stall_seconds
         self._process: VllmProcess | None = None
         self._size: ModelSize | None = None
@@ -87,7 +90,13 @@ class VllmEngine:
         placement = Placement(self._placement.engine[:shards], self._placement.trainer)
         rank = _max_rank(self._config)
         plan = make_plan(
-            size, self._config, self._context_length, rank, placement, await asyncio.to_thread(free_memory)
+            size,
+            self._config,
+            self._context_length,
+            rank,
+            placement,
+            await asyncio.to_thread(free_memory),
+            self._trainer,
         )
         log.info("memory plan: %s", plan)
         plan.check()

@@ -29,6 +29,7 @@ from art_sky.server.rollouts import Rollout
 from art_sky.server.vocabulary import DEFAULT_CONTEXT, Vocabulary
 from art_sky.store.model_store import ModelStore
 from art_sky.store.writer import Writer
+from art_sky.training.quantization import check_bitsandbytes
 
 INIT_SECONDS = 900.0  # loading the base model included
 INIT_REQUEST = "init"
@@ -268,8 +269,8 @@ class Registry:
         if placement.engine:
             require(f"engine {settings.kind}", "sampling", GPU, self._config.allow_untested)
         trainer = self._config.trainer
-        _check_trainer(trainer, placement, self._config.allow_untested)
-        self.engine = self._parts.make_engine(folder, settings, logs / "engine.log", placement)
+        _check_trainer(trainer, settings.dtype, placement, self._config.allow_untested)
+        self.engine = self._parts.make_engine(folder, settings, logs / "engine.log", placement, trainer)
         self.trainer = self._parts.make_trainer(
             folder, trainer, settings.dtype, threads, logs / "trainer.log", placement
         )
@@ -336,17 +337,24 @@ def step_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _check_trainer(trainer: TrainerConfig, placement: Placement, allow_untested: bool) -> None:
+def _check_trainer(trainer: TrainerConfig, dtype: str, placement: Placement, allow_untested: bool) -> None:
     """Raises InvalidConfig for what this machine cannot do, or what was never tried unless that is allowed."""
     gpus = len(placement.trainer)
+    where = GPU if gpus else CPU
+    check_bitsandbytes(trainer, dtype, gpu=gpus > 0)
+    if trainer.optimizer == "adamw_8bit":
+        require("trainer", "8-bit optimizer", where, allow_untested)
+    if trainer.quantization == "nf4":
+        part = "trainer unsloth" if trainer.kind == "unsloth" else "trainer"
+        require(part, "4-bit base (NF4)", where, allow_untested)
     if trainer.kind != "native":
-        require(f"trainer {trainer.kind}", "training", GPU if gpus else CPU, allow_untested)
+        require(f"trainer {trainer.kind}", "training", where, allow_untested)
     if trainer.processes > 1:
         if gpus and trainer.processes > gpus:
             raise InvalidConfig(
                 f"the trainer has {gpus} GPUs here, not {trainer.processes}; give processes={gpus} or fewer"
             )
-        require("trainer", "several processes", GPU if gpus else CPU, allow_untested)
+        require("trainer", "several processes", where, allow_untested)
 
 
 def versions() -> dict[str, str]:

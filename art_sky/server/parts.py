@@ -42,7 +42,9 @@ def _no_gpus(_: EngineConfig) -> Placement:
 
 @dataclass(frozen=True)
 class Parts:
-    make_engine: Callable[[Path, EngineConfig, Path, Placement], Engine]  # base model's folder, settings, log file
+    make_engine: Callable[
+        [Path, EngineConfig, Path, Placement, TrainerConfig], Engine
+    ]  # base model's folder, settings, log file, and what trains beside it
     make_trainer: Callable[
         [Path, TrainerConfig, Literal["bfloat16", "float32"], int, Path, Placement], Trainer
     ]  # folder, settings, dtype, threads, log file
@@ -64,11 +66,13 @@ def real_parts() -> Parts:
     )
 
 
-def _make_engine(folder: Path, settings: EngineConfig, log_file: Path, placement: Placement) -> Engine:
+def _make_engine(
+    folder: Path, settings: EngineConfig, log_file: Path, placement: Placement, trainer: TrainerConfig
+) -> Engine:
     if settings.kind == "vllm":
         from art_sky.inference.vllm import VllmEngine
 
-        return VllmEngine(folder, settings, log_file, placement)
+        return VllmEngine(folder, settings, log_file, placement, trainer)
     from art_sky.inference.cpu import CpuEngine
 
     return CpuEngine(folder, settings, log_file)

@@ -1,4 +1,4 @@
-"""PEFT's lora.Linear as one autograd step: the same numbers, less memory."""
+"""PEFT's lora.Linear as one autograd step: the same numbers, less memory. The base weight may be quantised."""
 
 from __future__ import annotations
 
@@ -21,10 +21,50 @@ class LoRAForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._layer.disable_adapters:
-            return F.linear(x, self._base.weight, self._base.bias)
-        arguments = (x, self._base.weight, self._base.bias, self._a, self._b, self._scale)
+            return F.linear(x, dense(self._base), self._base.bias)
+        arguments = (x, self._base, self._a, self._b, self._scale)
         out: Tensor = LoRALinear.apply(*arguments)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return out
+
+
+class FrozenForward:
+    """base(x) of a quantised layer that has no adapter."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = FrozenLinear.apply(x, self._layer)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return out
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear4bit with a weight in 4 bits."""
+    return getattr(getattr(layer, "weight", None), "quant_state", None) is not None
+
+
+def dense(layer: nn.Linear) -> Tensor:
+    """[out, in] the layer's frozen weight as it multiplies: in the base's dtype, dequantised where it is in 4 bits."""
+    if not is_quantised(layer):
+        return layer.weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed: Any = layer.weight
+    weight: Tensor = dequantize_4bit(packed, packed.quant_state)
+    return weight
+
+
+class FrozenLinear(torch.autograd.Function):
+    """base(x), with a gradient for x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: nn.Linear) -> Tensor:
+        ctx.base = base
+        return F.linear(x, dense(base), base.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ dense(ctx.base), None
 
 
 class LoRALinear(torch.autograd.Function):
@@ -35,26 +75,27 @@ class LoRALinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, base: nn.Linear, a: Tensor, b: Tensor, scale: float) -> Tensor:
         low = F.linear(x.float(), a)
-        out = F.linear(x, weight, bias)
+        out = F.linear(x, dense(base), base.bias)
         if out.dtype == torch.float32:
             out += F.linear(low, b) * scale
         else:
             out = out.float().add_(F.linear(low, b), alpha=scale).to(x.dtype)
-        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.save_for_backward(x, a, b, low)
+        ctx.base = base  # not its dense weight, which a quantised one has only while it multiplies
         ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor, None]:
         (grad,) = grads
-        x, weight, a, b, low = ctx.saved_tensors
+        x, a, b, low = ctx.saved_tensors
         g = grad.float().flatten(0, -2) * ctx.scale
         g_low = g @ b
         grad_b = g.t() @ low.flatten(0, -2)
         grad_a = g_low.t() @ x.float().flatten(0, -2)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = ((grad.flatten(0, -2) @ weight).float() + g_low @ a).to(x.dtype).view_as(x)
-        return grad_x, None, None, grad_a, grad_b, None
+            grad_x = ((grad.flatten(0, -2) @ dense(ctx.base)).float() + g_low @ a).to(x.dtype).view_as(x)
+        return grad_x, None, grad_a, grad_b, None

@@ -24,7 +24,7 @@ from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput
 from art_sky.training import attention
 from art_sky.training.attention import PackedRow
 from art_sky.training.device import choose_device
-from art_sky.training.lora import LoRAForward
+from art_sky.training.lora import FrozenForward, LoRAForward, is_quantised
 from art_sky.training.output import predict
 from art_sky.training.probe import why_not_packed
 from art_sky.training.rows import Segment
@@ -58,6 +58,10 @@ class Policy:
                 f"{base_model} cannot be loaded as a causal language model: {e}; give the folder of one in Hugging "
                 f"Face format"
             ) from e
+        # First of all: bitsandbytes' own forward repacks the weights of a model that does not train on some CPUs.
+        for layer in model.modules():
+            if is_quantised(layer):
+                layer.forward = FrozenForward(layer)
         self._causal: Any = model.eval().requires_grad_(False)
         self._peft: Any = None
         self._config: dict[str, Any] | None = None
@@ -154,9 +158,13 @@ class Policy:
         """PEFT's model with the adapter, for a library that changes how it behaves: mended after the block."""
         assert self._peft is not None, "no adapter is installed"
         own = self._causal.__dict__.get("forward")
+        # By this mark TRL knows a quantised model, and would make its adapter bfloat16.
+        mark = self._causal.__dict__.pop("is_loaded_in_4bit", None)
         try:
             yield self._peft
         finally:
+            if mark is not None:
+                self._causal.is_loaded_in_4bit = mark
             self._causal.__dict__.pop("forward", None)
             if own is not None:
                 self._causal.forward = own
@@ -176,9 +184,8 @@ class Policy:
         except ValueError as e:
             raise InvalidConfig(f"lora.target_modules {given!r}: {e}; name linear layers of this model") from e
         layers = [m for m in self._peft.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
-        if not all(type(m) is peft.tuners.lora.Linear for m in layers) or any(
-            m.get_base_layer() is self._output for m in layers
-        ):
+        linear = [type(m) is peft.tuners.lora.Linear or is_quantised(m.get_base_layer()) for m in layers]
+        if not all(linear) or any(m.get_base_layer() is self._output for m in layers):
             self._causal = self._peft.unload()
             self._peft = None
             raise InvalidConfig(

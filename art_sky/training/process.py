@@ -33,6 +33,7 @@ class TrainerProcess:
         arguments = ["--base-model", str(base_model), "--dtype", dtype, "--threads", str(threads)]
         settings = settings or TrainerConfig()
         arguments += ["--processes", str(settings.processes), "--kind", settings.kind]
+        arguments += ["--optimizer", settings.optimizer, "--quantization", settings.quantization]
         # Threads that wait must not spin: beside other work on the same cores that was five times slower (measured).
         waiting = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": waiting}

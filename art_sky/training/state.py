@@ -1,7 +1,9 @@
 """The files of a step: the adapter in PEFT's format, and what the optimizer needs to go on from it.
 
 `adapter/adapter_model.safetensors` and `adapter/adapter_config.json` are what PEFT's `save_pretrained` writes;
-`trainer/optimizer.safetensors` holds the AdamW moments under `exp_avg.<name>` and `exp_avg_sq.<name>`;
+`trainer/optimizer.safetensors` holds the AdamW moments under `exp_avg.<name>` and `exp_avg_sq.<name>`, in float32 or,
+by the optimizer `adamw_8bit`, in uint8 with `absmax.exp_avg.<name>` (float32, of each 256 values) and
+`code.exp_avg` ([256] what the bytes mean, times absmax), likewise of `exp_avg_sq`;
 `trainer/state.json` the number of updates, and how many of them were supervised. Training draws no random numbers
 (dropout is 0, order is fixed), so that is the whole state: going on from files equals going on in memory, bit for bit.
 """
@@ -11,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -29,8 +31,9 @@ OPTIMIZER, STATE = "trainer/optimizer.safetensors", "trainer/state.json"
 
 @dataclass
 class TrainerState:
-    """Tensors are float32 and named as PEFT names the adapter's; `updates` counts all optimizer updates so far,
-    `sft_updates` those of supervised fine-tuning, which RL's learning-rate schedules do not count."""
+    """Tensors are float32, moments float32 or uint8, and named as PEFT names the adapter's; `updates` counts all
+    optimizer updates so far, `sft_updates` those of supervised fine-tuning, which RL's learning-rate schedules do not
+    count. `scales` are `absmax.*` and `code.*` of the file; `optimizer` is what makes the next update."""
 
     adapter_config: dict[str, Any]
     adapter: dict[str, Tensor]
@@ -38,6 +41,8 @@ class TrainerState:
     exp_avg_sq: dict[str, Tensor]
     updates: int
     sft_updates: int = 0
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
 
     @classmethod
     def fresh(cls, adapter_config: dict[str, Any], adapter: Mapping[str, Tensor]) -> TrainerState:
@@ -61,7 +66,15 @@ def load(folder: Path) -> TrainerState:
             raise CorruptObject(f"{folder / STATE} has format {state['format']}; install the art-sky that wrote it")
         exp_avg, exp_avg_sq = ({k: moments[f"{m}.{k}"] for k in adapter} for m in ("exp_avg", "exp_avg_sq"))
         updates, supervised = int(state["updates"]), int(state.get("sft_updates", 0))
-        return TrainerState(config, adapter, exp_avg, exp_avg_sq, updates, supervised)
+        scales = {k: v for k, v in moments.items() if k.startswith(("absmax.", "code."))}
+        for m, found in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+            for k in (k for k, v in found.items() if v.dtype == torch.uint8):
+                if (
+                    scales[f"absmax.{m}.{k}"].numel() != -(-found[k].numel() // 256)
+                    or scales[f"code.{m}"].numel() != 256
+                ):
+                    raise ValueError(f"{m}.{k} has scales of another size")
+        return TrainerState(config, adapter, exp_avg, exp_avg_sq, updates, supervised, scales)
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as e:
         raise CorruptObject(
             f"the step in {folder} cannot be read: {type(e).__name__}: {e}; unpack it from the store again"
@@ -72,6 +85,7 @@ def save(state: TrainerState, folder: Path) -> None:
     """Writes all four files, each whole or not at all, and flushes them to disk. `trainer/state.json` is the last."""
     moments = {f"exp_avg.{k}": v for k, v in state.exp_avg.items()}
     moments |= {f"exp_avg_sq.{k}": v for k, v in state.exp_avg_sq.items()}
+    moments |= state.scales
     _write(folder / ADAPTER, safetensors.torch.save(_plain(state.adapter), {"format": "pt"}))
     _write(folder / ADAPTER_CONFIG, _json(state.adapter_config))
     _write(folder / OPTIMIZER, safetensors.torch.save(_plain(moments)))

@@ -30,7 +30,7 @@ from art_sky.errors import InvalidConfig
 from art_sky.training.losses import LOSSES
 from art_sky.training.model import Policy
 from art_sky.training.objective import not_finite
-from art_sky.training.optimizer import adamw, learning_rate
+from art_sky.training.optimizer import keep_moments, learning_rate, make_optimizer
 from art_sky.training.sequences import Batch, TokenSequence
 from art_sky.training.state import TrainerState
 from art_sky.training.trainer import Metrics, PassCount, Progress, describe
@@ -79,7 +79,7 @@ def train(policy: Policy, state: TrainerState, batch: Batch, config: TrainConfig
     rows = batch.sequences if len(batch.sequences) > 1 else batch.sequences * 2
     size = _rows_at_a_time(rows, config.micro_batch_tokens)
     before = state.updates
-    optimizer = adamw(parameters, state, config, 1.0)
+    optimizer = make_optimizer(parameters, state, config, 1.0)
     rates = [learning_rate(config, replace(state, updates=before + n)) for n in range(config.epochs + 1)]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rates[n])
     count = PassCount(progress, config.epochs * len(rows) // size)
@@ -97,8 +97,7 @@ def train(policy: Policy, state: TrainerState, batch: Batch, config: TrainConfig
         p.grad = None
         if not torch.isfinite(p).all():
             raise not_finite(f"weight {name}", math.nan)
-        state.exp_avg[name] = optimizer.state[p]["exp_avg"]
-        state.exp_avg_sq[name] = optimizer.state[p]["exp_avg_sq"]
+    keep_moments(optimizer, parameters, state)
     state.updates = before + config.epochs
     seconds = time.monotonic() - began
     own = [row for row in logs if "loss" in row]

@@ -27,8 +27,8 @@ def prepare() -> None:
         ) from e
 
 
-def load(folder: Path, dtype: torch.dtype) -> Any:
-    """The model of `FastLanguageModel.from_pretrained`, unquantised, with its own context length."""
+def load(folder: Path, dtype: torch.dtype, nf4: bool) -> Any:
+    """The model of `FastLanguageModel.from_pretrained`, with its own context length; `nf4`: in Unsloth's 4 bits."""
     import json
 
     from unsloth import FastLanguageModel
@@ -38,7 +38,7 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
         str(folder),
         max_seq_length=length,
         dtype=dtype,
-        load_in_4bit=False,
+        load_in_4bit=nf4,
         use_gradient_checkpointing=False,
         local_files_only=True,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from art_sky.config import SFTConfig, TrainConfig
+from art_sky.config import SFTConfig, TrainConfig, TrainerConfig
 from art_sky.errors import ArtSkyError, Cancelled, InvalidInput, NoDiskSpace, StoreError, TrainFailed
 from art_sky.schemas import InitTask, TrainOutcome, TrainTask
 from art_sky.store.batches import decode_batch
@@ -40,12 +41,12 @@ class Worker:
         base_model: Path,
         dtype: Dtype,
         threads: int,
+        settings: TrainerConfig | None = None,
         command: Sequence[str] = (),
-        processes: int = 1,
-        kind: str = "native",
     ) -> None:
         self._base_model, self._dtype, self._threads = base_model, dtype, threads
-        self._command, self._processes, self._kind = command, processes, kind
+        self._settings = settings = settings or TrainerConfig()
+        self._command, self._processes, self._kind = command, settings.processes, settings.kind
         self._policy: Policy | None = None
         self._followers: Followers | None = None
 
@@ -123,6 +124,7 @@ class Worker:
         from art_sky.training import device, sft, state, trainer
 
         policy = self._load()
+        step.optimizer = self._settings.optimizer
         device.begin_peak(policy.device)
         with device.memory_given_back():
             if isinstance(task.config, SFTConfig):
@@ -162,16 +164,25 @@ class Worker:
 
     def _load(self) -> Policy:
         if self._policy is None:
-            from art_sky.training import unsloth
+            from art_sky.training import quantization, unsloth
 
+            nf4 = self._settings.quantization == "nf4"
             if self._kind == "unsloth":
                 unsloth.prepare()  # before anything else imports transformers
             import torch
 
-            from art_sky.training.model import Policy
+            from art_sky.training.device import choose_device
+
+            device = choose_device()
+            quantization.check_bitsandbytes(self._settings, self._dtype, device.type == "cuda")
+            from art_sky.training.model import Load, Policy
 
             torch.set_num_threads(self._threads)
-            load = unsloth.load if self._kind == "unsloth" else None
+            load: Load | None = None
+            if self._kind == "unsloth":
+                load = functools.partial(unsloth.load, nf4=nf4)
+            elif nf4:
+                load = functools.partial(quantization.load, device=device)
             self._policy = Policy(self._base_model, self._dtype, load)
         return self._policy
 
@@ -183,15 +194,19 @@ def main() -> None:
     parser.add_argument("--dtype", required=True, choices=["bfloat16", "float32"])
     parser.add_argument("--threads", required=True, type=int, help="of all processes together")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--kind", choices=["native", "trl", "unsloth"], default="native")
+    parser.add_argument("--kind", default="native")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--rank", type=int, help="of a process that computes beside the one with the channel")
     parser.add_argument("--meeting", type=Path)
     args = parser.parse_args()
     own = ["--base-model", str(args.base_model), "--dtype", args.dtype, "--threads", str(args.threads)]
-    own += ["--processes", str(args.processes)]
+    own += ["--processes", str(args.processes), "--optimizer", args.optimizer, "--quantization", args.quantization]
     command = [sys.executable, "-m", "art_sky.training.worker", *own]
     threads = max(args.threads // args.processes, 1)
-    worker = Worker(args.base_model, args.dtype, threads, command, args.processes, args.kind)
+    names = TrainerConfig.model_fields
+    settings: TrainerConfig = TrainerConfig.parse({k: v for k, v in vars(args).items() if k in names})
+    worker = Worker(args.base_model, args.dtype, threads, settings, command)
     if args.rank is not None:
         worker.follow(args.rank, args.meeting)
         return

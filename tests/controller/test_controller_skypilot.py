@@ -182,6 +182,8 @@ def test_lines_of_the_log_name_their_phase(line: str, phase: str) -> None:
 
 def test_a_node_is_ordered_what_its_engine_needs(tmp_path: Path) -> None:
     assert order(tmp_path).config.packages == ["art-sky[local,s3]"]
+    for option in ({"quantization": "nf4"}, {"optimizer": "adamw_8bit"}):
+        assert order(tmp_path, server={"trainer": option}).config.packages == ["art-sky[local,s3,bnb]"]
     assert order(tmp_path).config.vllm_packages == []
     vllm = order(tmp_path, server={"engine": {"kind": "vllm"}}).config.vllm_packages
     assert len(vllm) == 1 and vllm[0].startswith("vllm==")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from art_sky.config import EngineConfig
+from art_sky.config import EngineConfig, TrainerConfig
 from art_sky.errors import InvalidConfig
 from art_sky.inference.gpus import Gpu, Placement, find_gpus, parse_gpus, place, visible
 from art_sky.inference.memory_plan import MemoryPlan, ModelSize, free_memory, make_plan
@@ -122,3 +122,22 @@ def test_a_sequence_must_fit_into_the_kv_cache() -> None:
 
 def test_free_memory_is_a_sane_number() -> None:
     assert 64 < free_memory() < 1 << 30
+
+
+def test_4_bit_weights_and_8_bit_moments_are_counted(tmp_path: Path) -> None:
+    size = ModelSize(
+        4_000_000_000, 5_000_000, 2 * 36 * 8 * 128, 36, 2560, 32, 8, 151_936,
+        linear_parameters=3_600_000_000, largest_linear=25_000_000,
+    )  # fmt: skip
+    found = {}
+    for settings in (TrainerConfig(), TrainerConfig(quantization="nf4", optimizer="adamw_8bit")):
+        made = make_plan(size, EngineConfig(kind="vllm"), 8192, 16, place((gpu(0), gpu(1))), 200_000, settings)
+        trainer = next(m for m in made.moments if m.where == "GPU 1")
+        found[settings.quantization] = {s.what: s.mib for s in trainer.shares}
+    plain, small = found["none"], found["nf4"]
+    # QLoRA's table: 4.127 bits a parameter instead of 16, and the largest matrix once more in bfloat16.
+    saved = 3_600_000_000 * (16 - 4.127) / 8 - 2 * 25_000_000
+    assert plain["trainer's weights"] - small["trainer's weights"] == pytest.approx(saved / 2**20, abs=2)
+    values = 5_000_000 * 16
+    assert plain["its adapter and optimizer"] == pytest.approx(values * 16 / 2**20, abs=1)
+    assert small["its adapter and optimizer"] == pytest.approx(values * (8 + 2 * 260 / 256) / 2**20, abs=1)

@@ -15,9 +15,8 @@ from typing import Any
 import httpx
 
 from art_sky import __version__
-from art_sky.config import EngineConfig, ServerConfig
+from art_sky.config import ServerConfig
 from art_sky.errors import ArtSkyError
-from art_sky.inference.gpus import Placement
 from art_sky.inference.protocol import EngineStatus, GenerateEnd, GenerateRequest, TokenDelta
 from art_sky.schemas import AdapterRef, InitTask, TrainOutcome, TrainTask
 from art_sky.server.app import create_app
@@ -247,7 +246,7 @@ async def harness(
 ) -> AsyncIterator[Harness]:
     engine, trainer = engine or FakeEngine(folder), trainer or FakeTrainer()
 
-    def make_engine(_: Path, settings: EngineConfig, log_file: Path, placement: Placement) -> FakeEngine:
+    def make_engine(*_: object) -> FakeEngine:
         return engine
 
     parts = Parts(make_engine, lambda *_: trainer, lambda name: folder, open_store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from server_fakes import FakeEngine, FakeTrainer, harness, until
 
 from art_sky import capabilities
-from art_sky.config import EngineConfig
+from art_sky.config import EngineConfig, TrainerConfig
 from art_sky.errors import InvalidConfig
 from art_sky.inference.cpu import CpuEngine
 from art_sky.inference.gpus import Gpu, Placement, place
 from art_sky.inference.vllm import VllmEngine
+from art_sky.server.models import _check_trainer
 from art_sky.server.parts import Parts, real_parts
 from art_sky.server.server import Server
 
@@ -38,8 +40,9 @@ def use_parts(server: Server, placement: Placement, seen: list[tuple[Any, ...]])
 
 def test_the_kind_decides(tmp_path: Path) -> None:
     make = real_parts().make_engine
-    assert isinstance(make(tmp_path, EngineConfig(), tmp_path / "log", Placement()), CpuEngine)
-    made = make(tmp_path, EngineConfig(kind="vllm", context_length=64), tmp_path / "log", Placement())
+    assert isinstance(make(tmp_path, EngineConfig(), tmp_path / "log", Placement(), TrainerConfig()), CpuEngine)
+    vllm = EngineConfig(kind="vllm", context_length=64)
+    made = make(tmp_path, vllm, tmp_path / "log", Placement(), TrainerConfig())
     assert isinstance(made, VllmEngine)
     assert real_parts().place(EngineConfig()) == Placement()  # the CPU engine leaves GPUs alone
 
@@ -76,7 +79,7 @@ async def test_untested_needs_the_users_word(tiny_model: Path, tmp_path: Path) -
         seen: list[tuple[Any, ...]] = []
         use_parts(allowed.server, ONE_GPU, seen)
         assert (await allowed.register()).status_code == 200
-        (_, settings, _, placement) = seen[0]
+        (_, settings, _, placement, _) = seen[0]
         assert placement == ONE_GPU
         assert settings.context_length == 512 and settings.max_lora_rank == 8  # the model's own
 
@@ -113,6 +116,21 @@ def test_the_table_is_the_documents() -> None:
     assert DOC.read_text() == capabilities.markdown(), "python -m art_sky.capabilities > docs/capabilities.md"
     rows = [(c.part, c.what, c.where) for c in capabilities.TABLE]
     assert len(rows) == len(set(rows))
+
+
+@pytest.mark.parametrize("option", [{"optimizer": "adamw_8bit"}, {"quantization": "nf4"}])
+def test_what_bitsandbytes_computes_was_never_run_on_a_gpu(
+    option: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = TrainerConfig(**option)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InvalidConfig, match="needs bitsandbytes"):
+        _check_trainer(trainer, "bfloat16", ONE_GPU, True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(InvalidConfig, match="give --allow-untested"):
+        _check_trainer(trainer, "bfloat16", ONE_GPU, False)
+    _check_trainer(trainer, "bfloat16", ONE_GPU, True)
+    _check_trainer(trainer, "bfloat16", Placement(), False)
 
 
 def test_what_does_not_work_is_refused_whatever_is_allowed() -> None:
