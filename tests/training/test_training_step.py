@@ -198,7 +198,7 @@ def test_bfloat16_adapter_layers_compute_what_peft_computes(tiny_model):
         inputs = x.clone().requires_grad_()
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         a.grad = b.grad = None
-        out = LoRALinear.apply(inputs, layer.base_layer.weight, None, a, b, 2.0) if ours else layer(inputs)
+        out = LoRALinear.apply(inputs, layer.base_layer, a, b, 2.0) if ours else layer(inputs)
         (out.float() ** 2).sum().backward()
         results.append((out, inputs.grad, a.grad.clone(), b.grad.clone()))
     for theirs, mine in zip(*results, strict=True):
