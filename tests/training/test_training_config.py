@@ -9,6 +9,7 @@ import pytest
 from art_sky.config import TrainConfig
 from art_sky.errors import InvalidConfig
 from art_sky.training.optimizer import learning_rate
+from art_sky.training.state import TrainerState
 
 
 @pytest.mark.parametrize(
@@ -52,11 +53,15 @@ def test_a_config_that_was_written_down_is_read_again(schedule):
 
 
 def test_learning_rates():
+    def rate(config: TrainConfig, updates: int, sft_updates: int = 0) -> float:
+        return learning_rate(config, TrainerState({}, {}, {}, {}, updates, sft_updates))
+
     constant = TrainConfig(learning_rate=2.0, warmup_updates=4)
-    assert [learning_rate(constant, u) for u in (0, 1, 3, 4, 99)] == [0.5, 1.0, 2.0, 2.0, 2.0]
+    assert [rate(constant, u) for u in (0, 1, 3, 4, 99)] == [0.5, 1.0, 2.0, 2.0, 2.0]
     options = {"learning_rate": 2.0, "warmup_updates": 2, "lr_schedule_updates": 10, "lr_end_ratio": 0.25}
     linear = TrainConfig(lr_schedule="linear", **options)
     cosine = TrainConfig(lr_schedule="cosine", **options)
-    assert [learning_rate(linear, u) for u in (0, 2, 6, 10, 50)] == [1.0, 2.0, 1.25, 0.5, 0.5]
-    assert [learning_rate(cosine, u) for u in (2, 6, 10, 50)] == pytest.approx([2.0, 1.25, 0.5, 0.5])
-    assert learning_rate(cosine, 4) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 4)) / 2)
+    assert [rate(linear, u) for u in (0, 2, 6, 10, 50)] == [1.0, 2.0, 1.25, 0.5, 0.5]
+    assert [rate(cosine, u) for u in (2, 6, 10, 50)] == pytest.approx([2.0, 1.25, 0.5, 0.5])
+    assert rate(cosine, 4) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rate(constant, 8, sft_updates=7) == 1.0  # fine-tuning does not count
