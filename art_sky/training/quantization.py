@@ -37,7 +37,9 @@ def check_bitsandbytes(settings: TrainerConfig, dtype: str, gpu: bool) -> None:
             f"quantization nf4 computes in bfloat16, not {dtype}; use dtype bfloat16, or no quantization"
         )
     if settings.kind == "unsloth" and not gpu:
-        raise InvalidConfig("Unsloth quantises on GPUs only; use the trainer native, or quantization none")
+        raise InvalidConfig(
+            "on a CPU Unsloth may leave the model unquantised and go on; use the trainer native, or quantization none"
+        )
 
 
 def config() -> Any:
