@@ -142,8 +142,10 @@ def main() -> None:
     parser.add_argument("--config", type=EngineConfig.model_validate_json, required=True)
     options = parser.parse_args()
     scheduler = make_scheduler(options.base_model, options.config)
+    # Before `ready`, which is answered by calls at once: a `prepare` that came first would be a method nobody knows.
+    worker = Worker(channel, scheduler)
     channel.ready({"context_length": scheduler.model.context_length, "vocabulary": scheduler.model.vocabulary})
-    Worker(channel, scheduler).serve()
+    worker.serve()
 
 
 if __name__ == "__main__":
