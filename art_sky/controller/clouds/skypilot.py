@@ -37,7 +37,6 @@ WORKER = (sys.executable, "-m", "art_sky.controller.clouds.sky_worker")
 DEADLINES = {"check": 180, "launch": 2400, "find": 120, "end": 300, "machines": 300}
 # All clouds that SkyPilot's config has the setting `remote_identity` for (`get_config_schema` of 0.14.1).
 _KEYED_CLOUDS = ("aws", "azure", "gcp", "kubernetes", "nebius", "oci", "slurm", "ssh", "vast")
-NODE_FOLDER = "~/.art-sky-node"
 
 
 class SkyPilotProvider:
@@ -228,8 +227,8 @@ def task_config(order: NodeOrder, node_json: Path) -> dict[str, Any]:
     task["name"] = order.config.node
     task["resources"] = resources
     task["file_mounts"] = {
-        f"{NODE_FOLDER}/node.json": str(node_json),
-        f"{NODE_FOLDER}/{Path(order.wheel).name}": order.wheel,
+        f"{records.FOLDER}/node.json": str(node_json),
+        f"{records.FOLDER}/{Path(order.wheel).name}": order.wheel,
     }
     return task
 
