@@ -19,6 +19,7 @@ AFTER: dict[str, tuple[str, After]] = {
     "health": (REASONS["health"], "failed"),
     "server": (REASONS["server"], "failed"),
     "watchdog": (REASONS["watchdog"], "failed"),
+    "disk": (REASONS["disk"], "failed"),
     "guard": (REASONS["guard"], "next offer"),
     "autostop": (REASONS["autostop"], "next offer"),
     "preempted": (REASONS["preempted"], "next offer"),

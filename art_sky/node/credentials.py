@@ -45,20 +45,31 @@ def values(secrets: Secrets) -> list[bytes]:
 def environment(secrets: Secrets, folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     """Writes the files into `folder` and returns the environment for whoever opens the store.
 
-    boto3 reads the store's credential through a `credential_process`, again each time before it expires: when the
-    controller sends a fresh one, a running server goes on with it. Without a credential the machine's role counts.
+    boto3 reads the store's credential through a `credential_process`, again before it expires and, as the store's
+    client sees to, when a server refuses it as expired: when the controller sends a fresh one, a running server goes on
+    with it. Without a credential the machine's role counts.
     """
     dropped = {*_KEYS, "AWS_PROFILE", "HF_TOKEN", "PYTHONPATH", "VIRTUAL_ENV"}
     result = {name: value for name, value in base.items() if name not in dropped}
     result.update((name, value) for name, value in secrets.store_env.items() if name in _PLAIN)
     if "AWS_ACCESS_KEY_ID" in secrets.store_env:
         keys = {field: secrets.store_env[name] for name, field in _KEYS.items() if name in secrets.store_env}
-        write_text(folder / "store-credential.json", json.dumps({"Version": 1, **keys}), 0o600)
+        _keep(folder / "store-credential.json", json.dumps({"Version": 1, **keys}), 0o600)
         process = f"cat {shlex.quote(str(folder / 'store-credential.json'))}"
-        write_text(folder / "aws-config", f"[default]\ncredential_process = {process}\n")
+        _keep(folder / "aws-config", f"[default]\ncredential_process = {process}\n")
         result["AWS_CONFIG_FILE"] = str(folder / "aws-config")
         result["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
     if secrets.hf_token is not None:
-        write_text(folder / "hf-token", secrets.hf_token, 0o600)
+        _keep(folder / "hf-token", secrets.hf_token, 0o600)
         result["HF_TOKEN_PATH"] = str(folder / "hf-token")
     return result
+
+
+def _keep(file: Path, text: str, mode: int = 0o644) -> None:
+    """Writes nothing that is there already: a full disk keeps no program from its next start."""
+    try:
+        if file.read_text() == text:
+            return
+    except FileNotFoundError:
+        pass
+    write_text(file, text, mode)

@@ -44,6 +44,7 @@ REASONS = {
     "server": "the server failed three times in 30 minutes",
     "guard": "the guard found no living watchdog",
     "autostop": "SkyPilot's autodown cannot be armed any more",
+    "disk": "the machine's disk is full, --disk asks for a larger one",
     "watchdog": "the watchdog itself failed",
 }
 

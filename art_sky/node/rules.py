@@ -21,6 +21,7 @@ RESTARTS = 3  # of the server, within RESTART_WINDOW_SECONDS
 RESTART_WINDOW_SECONDS = 1800.0
 RESTART_SECONDS = 120.0  # until a server that served before answers again
 AUTOSTOP_FAILURES = 5  # minutes in a row in which SkyPilot's autodown could not be armed
+UNWRITTEN_SECONDS = 60.0  # without a heartbeat on the disk; the guard waits for 5 minutes
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Facts:
     install_failed: bool = False
     failures: int = 0  # of the server, within RESTART_WINDOW_SECONDS
     autostop_failures: int = 0
+    unwritten: float = 0.0  # since the first of the heartbeats in a row that the disk did not take
     preempted: bool = False
     asked: bool = False
 
@@ -70,6 +72,7 @@ _REASONS: tuple[tuple[str, Callable[[Facts, NodeLimits], bool]], ...] = (
     ("health", lambda f, lim: not f.served and (f.failures > RESTARTS or _overdue(f, lim, "starting"))),
     ("server", lambda f, _: f.served and f.failures > RESTARTS),
     ("autostop", lambda f, _: f.autostop_failures >= AUTOSTOP_FAILURES),
+    ("disk", lambda f, _: f.unwritten >= UNWRITTEN_SECONDS),
     ("idle", lambda f, lim: f.served and f.idle >= lim.idle_minutes * 60),
     # Accepted train jobs are finished first; without progress `idle` bounds that.
     (

@@ -34,6 +34,7 @@ POLL_SECONDS = 5.0  # of the server and of the metadata service
 HUNG_SECONDS = 90.0  # without an answer
 RESTART_PAUSE_SECONDS = 5.0
 GRACE_SECONDS = 30.0  # of the flush, for the server's own end after its train jobs
+RESERVE_BYTES = 16 << 20  # of the disk, given free when this ends: for its last words and the last push of the logs
 
 
 def main() -> int:
@@ -91,6 +92,7 @@ class Watchdog:
         self._beside = (SideProgram("art_sky.node.ledger"), self._logs)
         self._told = False
         self._due: dict[str, float] = {}
+        self._unwritten: float | None = None  # since when the disk takes no heartbeat
         self._age = self._price = 0.0
         self._aged_at: guard.Moment = clock.now()
         self._extended: object = None
@@ -129,6 +131,7 @@ class Watchdog:
         self._phase_began = self._beat_seen = now
         self._beat = self._beat_sign()
         self._say(f"{self._config.node} on {self._config.cloud}, ${self._config.price_per_hour:.2f}/h")
+        self._make_reserve()
         self._installer = self._spawn(self._install_command)
         self._heartbeat()
 
@@ -138,6 +141,7 @@ class Watchdog:
         self._aged_at = moment
         now = moment.boottime
         self._read_limits()
+        self._renew_credentials()
         self._observe(now)
         if self._reason is None:
             reason = rules.reason_to_end(self._facts(now), self._limits)
@@ -190,6 +194,7 @@ class Watchdog:
             install_failed=self._install_failed,
             failures=len(recent),
             autostop_failures=self._autostop.failures,
+            unwritten=0.0 if self._unwritten is None else now - self._unwritten,
             preempted=self._notice is not None,
             asked=self.asked,
         )
@@ -209,13 +214,13 @@ class Watchdog:
         try:
             self._secrets = records.read(self._folder / "secrets.json", records.Secrets)
             credentials.check(self._secrets)
+            state = self._folder / "state"
+            state.mkdir(mode=0o700, exist_ok=True)
+            records.write_text(state / "token", self._secrets.token + "\n", 0o600)
+            config = {**self._config.server, "store": self._config.store, "state_dir": str(state)}
+            records.write_text(state / "server-config.json", json.dumps(config), 0o644)
         except (OSError, ValueError):
-            return  # `receive` writes it whole and checks it first
-        state = self._folder / "state"
-        state.mkdir(mode=0o700, exist_ok=True)
-        records.write_text(state / "token", self._secrets.token + "\n", 0o600)
-        config = {**self._config.server, "store": self._config.store, "state_dir": str(state)}
-        records.write_text(state / "server-config.json", json.dumps(config), 0o644)
+            return  # not there yet, as `receive` writes it whole and checks it first; or the disk is full
         self._move("starting", now)
 
     def _starting(self, now: float) -> None:
@@ -234,7 +239,6 @@ class Watchdog:
 
     def _serving(self, now: float) -> None:
         assert self._server is not None
-        self._renew_credentials()
         if self._server.exit_code is not None:
             self._server_failed(f"it ended with exit code {self._server.exit_code}", now)
         elif now - self._answered >= HUNG_SECONDS:
@@ -262,14 +266,14 @@ class Watchdog:
     # --- the server ---
 
     def _start_server(self, now: float) -> None:
-        environment = self._environment()
-        if self._python.vllm is not None:
-            environment["ART_SKY_VLLM_PYTHON"] = self._python.vllm
         state = self._folder / "state"
         command = [self._python.executable, "-m", "art_sky.server", "--config", str(state / "server-config.json")]
         self._server_starts += 1
         self._started = now
         try:
+            environment = self._environment()
+            if self._python.vllm is not None:
+                environment["ART_SKY_VLLM_PYTHON"] = self._python.vllm
             self._server = ServerProcess(command, environment, state, self._secrets.token, self._clock)
         except OSError as e:
             self._server_failed(f"it cannot be started: {e}", now)
@@ -285,13 +289,17 @@ class Watchdog:
             self._move("starting", now)
 
     def _renew_credentials(self) -> None:
-        """A store credential that the controller sent anew reaches the running server through its file."""
+        """A store credential that the controller sent anew reaches the running server, ledger and logs through its
+        file, in the last flush too."""
+        if not self._server_starts:
+            return
         with suppress(OSError, ValueError):
             secrets = records.read(self._folder / "secrets.json", records.Secrets)
             if secrets.store_env != self._secrets.store_env:
                 credentials.check(secrets)
                 credentials.environment(secrets, self._folder, {})
                 self._secrets = dataclasses.replace(self._secrets, store_env=secrets.store_env)
+                self._say("has a fresh credential for the store")
 
     def _start_beside(self, module: str) -> subprocess.Popen[bytes]:
         command = [self._python.executable, "-m", module, str(self._folder)]
@@ -320,6 +328,7 @@ class Watchdog:
             self._server.terminate()
             # One that does not answer will not flush either.
             self._flush_seconds = min(self._flush_seconds, self._grace)
+        self._reserve.unlink(missing_ok=True)
         self._move("flushing", now)
 
     def _beside_over(self) -> bool:
@@ -344,6 +353,7 @@ class Watchdog:
             kill_group(self._installer)
         if self._server is not None:
             self._server.kill()
+        self._reserve.unlink(missing_ok=True)
         self._not_flushed = self._view.pending
         self._reason = self._reason or reason
         self._ending = self._ending or self._clock.now().boottime
@@ -428,8 +438,22 @@ class Watchdog:
         )
         try:
             records.write(self._folder / "watchdog.json", state)
-        except OSError as e:  # a full disk; if it lasts, the guard ends the machine
+        except OSError as e:  # a full disk; if it lasts, a rule ends this, or else the guard the machine
+            self._unwritten = now.boottime if self._unwritten is None else self._unwritten
             self._say(f"no heartbeat: {e}")
+        else:
+            self._unwritten = None
+
+    @property
+    def _reserve(self) -> Path:
+        return self._folder / "reserve"
+
+    def _make_reserve(self) -> None:
+        try:
+            with self._reserve.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+        except OSError as e:
+            self._say(f"no room for its last words could be put aside: {e}")
 
     def _is_due(self, what: str, every: float, now: float) -> bool:
         if now < self._due.get(what, 0.0):

@@ -105,7 +105,7 @@ class S3Store:
         place = {"Bucket": self._at.bucket, "Prefix": name + check_prefix(prefix)}
         found: dict[str, ObjectInfo] = {}
         while True:
-            page = self._client.retry("list", place["Prefix"], partial(self._client.raw.list_objects_v2, **place))
+            page = self._client.retry("list", place["Prefix"], partial(self._list, place))
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(name)
                 if is_key(key):
@@ -154,6 +154,9 @@ class S3Store:
             return open_object(self._client, self._name(key))
         except botocore.exceptions.ClientError:
             raise self._absent(key) from None
+
+    def _list(self, place: dict[str, str]) -> dict[str, Any]:
+        return dict(self._client.raw.list_objects_v2(**place))
 
     def _put(self, name: str, data: bytes, write: str, **condition: str) -> str:
         more = {"ChecksumSHA256": checksum(data)} if self._client.checksums else {}

@@ -1,7 +1,8 @@
 """One boto3 client for all threads, and when a call is made again.
 
 botocore's own retries are off: its retry of a put whose reply was lost would report 412, so that a won commit looks
-lost. Calls without a condition are made again here, with jitter, until a deadline.
+lost. Calls without a condition are made again here, with jitter, until a deadline. A login that has expired is looked
+for anew, in the environment and files as they are then, once a call: a fresh one may lie there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from boto3.session import Session
 from botocore.config import Config
 
 from art_sky.errors import InvalidConfig
-from art_sky.store.s3_errors import CALL_ERRORS, code_of, explained, kind_of, status_of
+from art_sky.store.s3_errors import CALL_ERRORS, code_of, explained, is_expired_login, kind_of, status_of
 from art_sky.store.s3_location import Location
 
 T = TypeVar("T")
@@ -74,6 +75,10 @@ class Client:
     def pauses(self, seconds: float) -> Pauses:
         return Pauses(self, seconds)
 
+    def log_in_again(self) -> None:
+        with self._lock:
+            self.raw = _connect(self.at, self.timing)
+
     @property
     def pool(self) -> ThreadPoolExecutor:
         """For parts of large objects; its tasks wait for no other tasks."""
@@ -91,15 +96,19 @@ class Pauses:
         self._seconds = seconds
         self._begin = time.monotonic()
         self._limit = client.timing.first_pause
-        self._adapted = False
+        self._plainer = self._logged_in = False
 
     def adapt(self, error: Exception) -> bool:
-        """Learns from an error; True, at most once a call, when the next try will be another request."""
+        """Learns from an error; True, at most once a call for each cause, when the next try will be another request."""
         self._client.answered |= status_of(error) > 0
-        if self._adapted or not _means_no_checksums(error):
-            return False
-        self._adapted, self._client.checksums = True, False
-        return True
+        if not self._plainer and _means_no_checksums(error):
+            self._plainer, self._client.checksums = True, False
+            return True
+        if not self._logged_in and is_expired_login(error):
+            self._logged_in = True
+            self._client.log_in_again()
+            return True
+        return False
 
     def another(self) -> bool:
         """Sleeps for a random while; False, at once, when the deadline would pass meanwhile."""

@@ -16,8 +16,9 @@ class BrokenBody(Exception):
 
 
 # Everything that a call may raise because of the server, the network or the login. A redirection that does not name
-# the bucket's region sends botocore to the same place again until Python stops it.
-CALL_ERRORS = (aws.BotoCoreError, aws.ClientError, urllib3.exceptions.HTTPError, OSError, BrokenBody, RecursionError)
+# the bucket's region sends botocore to the same place again until Python stops it (RecursionError); for a login whose
+# time is over and that has no newer one it raises a plain RuntimeError.
+CALL_ERRORS = (aws.BotoCoreError, aws.ClientError, urllib3.exceptions.HTTPError, OSError, BrokenBody, RuntimeError)
 
 Kind = Literal[
     "absent",  # there is no such object
@@ -50,7 +51,7 @@ _NO_LOGIN = (
 )
 _FINAL_ERRORS = (
     *_NO_LOGIN,
-    RecursionError,
+    RuntimeError,
     aws.ParamValidationError,
     aws.ProxyConnectionError,
     aws.UnsupportedSignatureVersionError,
@@ -84,6 +85,11 @@ def status_of(error: BaseException) -> int:
     return int(reply.get("HTTPStatusCode", 0))
 
 
+def is_expired_login(error: BaseException) -> bool:
+    """The server says so, or botocore, before it asks one."""
+    return code_of(error) in _EXPIRED_LOGIN or (isinstance(error, RuntimeError) and "still expired" in str(error))
+
+
 def explained(error: BaseException, what: str, at: Location, name: str) -> StoreError:
     """`what` ("read") was being done to the object `name`. Says nothing of absence: the caller knows that one."""
     said = f"cannot {what} s3://{at.bucket}/{name}: {_said(error)}"
@@ -103,7 +109,7 @@ def _next_step(error: BaseException, at: Location) -> str:
         return (
             f"the bucket {at.bucket!r} is in another region or behind another endpoint: add {where} to the store's URL"
         )
-    if code in _EXPIRED_LOGIN:
+    if is_expired_login(error):
         return "the credentials have expired: log in again (aws sso login), then try again"
     if code in _WRONG_LOGIN:
         return "these credentials are not known there: check AWS_ACCESS_KEY_ID, AWS_PROFILE and the endpoint"

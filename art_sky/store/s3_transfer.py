@@ -284,7 +284,7 @@ def abort_uploads(client: Client, prefix: str, before: float) -> int:
     place = {"Bucket": client.at.bucket, "Prefix": prefix}
     count = 0
     while True:
-        page = client.retry("list", prefix, partial(client.raw.list_multipart_uploads, **place))
+        page = client.retry("list", prefix, partial(_list_uploads, client, place))
         for found in page.get("Uploads", []):
             if found["Initiated"].timestamp() < before:
                 upload = {"Bucket": client.at.bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
@@ -297,3 +297,7 @@ def abort_uploads(client: Client, prefix: str, before: float) -> int:
         if not page.get("IsTruncated"):
             return count
         place |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _list_uploads(client: Client, place: dict[str, str]) -> dict[str, Any]:
+    return dict(client.raw.list_multipart_uploads(**place))

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from node_harness import SECRETS, Node, alive
 
-from art_sky.node import guard, records
+from art_sky.node import credentials, guard, records
 from art_sky.node.metadata import Metadata
-from art_sky.node.watchdog import HUNG_SECONDS
+from art_sky.node.watchdog import HUNG_SECONDS, RESERVE_BYTES
 
 JOB = {"project": "p", "name": "m", "request_id": "r1", "state": "running"}
 
@@ -227,6 +227,56 @@ def test_a_full_disk_stops_the_heartbeat_only(make: Callable[..., Node], monkeyp
     assert node.ended().ending == "idle"
 
 
+def test_a_disk_that_stays_full_ends_the_node_in_order(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before the guard would end the machine without a flush; what was put aside makes room for the last words."""
+    node = make().control(working=True, jobs=[JOB]).send_secrets().start()
+    node.serving()
+    reserve, write = node.folder / "reserve", records.write_text
+    assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+
+    def full(path: Path, *arguments: Any) -> None:
+        if reserve.exists():
+            raise OSError(28, "No space left on device")
+        write(path, *arguments)
+
+    monkeypatch.setattr(records, "write_text", full)
+    before = node.seen()
+    state = node.ended()
+    assert (state.ending, state.not_flushed) == ("disk", []) and (node.state / "drained").exists()
+    assert state.ending_boottime is not None and not reserve.exists()
+    assert state.ending_boottime - before.boottime < guard.SILENT_SECONDS / 2
+    assert "disk is full, --disk asks for a larger one; all is in the store" in capfd.readouterr().out
+
+
+def test_a_full_disk_keeps_no_program_from_its_next_start(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "secret"}
+    node = make().send_secrets(dataclasses.replace(SECRETS, store_env=store, hf_token="hf")).start()
+    pid = node.serving()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(credentials, "write_text", full)
+    os.kill(pid, signal.SIGKILL)
+    node.until(lambda s: s.server_starts == 2 and s.phase == "serving")
+
+
+@pytest.mark.parametrize("skew", [300.0, -300.0])
+def test_a_clock_that_is_minutes_off_moves_the_end_by_no_more(make: Callable[..., Node], skew: float) -> None:
+    """Between the laptop, whose time of the launch the node was told, and the node."""
+    node = make(limits={"max_hours": 0.2}).control(working=True)
+    node.clock.skew = skew
+    node.send_secrets().start()
+    began = node.clock.now().boottime
+    state = node.ended()
+    assert state.ending == "max_hours" and state.ending_boottime is not None
+    assert 720 - 300 - 30 <= state.ending_boottime - began <= 720 + 30
+
+
 # --- asked ---
 
 
@@ -304,6 +354,14 @@ def test_no_secret_is_in_an_environment_or_readable_by_others(make: Callable[...
     credential = node.folder / "store-credential.json"
     deadline = time.monotonic() + 10
     while json.loads(credential.read_text())["SecretAccessKey"] != "a-fresh-one":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # In the last flush too.
+    node.control(finishes=False, jobs=[JOB])
+    node.watchdog.asked = True
+    node.until(lambda s: s.phase == "flushing")
+    node.send_secrets(dataclasses.replace(secrets, store_env={**store, "AWS_SECRET_ACCESS_KEY": "the-last-one"}))
+    while json.loads(credential.read_text())["SecretAccessKey"] != "the-last-one":
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

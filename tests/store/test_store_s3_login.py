@@ -1,0 +1,100 @@
+"""A login that ends while a store is open: a fresh one is used when it is there, and what is wrong is said when not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from s3_servers import BUCKET
+from s3_stub import Reply, Request, Stub, error, serving
+
+from art_sky.errors import StoreError
+from art_sky.node import credentials
+from art_sky.node.records import Secrets
+from art_sky.store.s3 import S3Store
+from art_sky.store.s3_client import Timing
+
+pytestmark = pytest.mark.usefixtures("quick_threads")
+BRIEF = Timing(deadline=1.0, conditional=1.0, first_contact=1.0, read=1.0, first_pause=0.01, longest_pause=0.05)
+
+
+class Guarded(Stub):
+    """Takes only requests that are signed with `key`."""
+
+    key = "first"
+
+    def do(self, request: Request) -> Reply:
+        signed = f"Credential={self.key}/" in request.headers["authorization"]
+        return super().do(request) if signed else error("ExpiredToken")
+
+
+@pytest.fixture
+def stub() -> Iterator[Guarded]:
+    with serving(Guarded()) as made:
+        assert isinstance(made, Guarded)
+        yield made
+
+
+@pytest.fixture
+def give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives this process a credential as a node has it; called again it is the file that changes."""
+
+    def give(key: str, hours: float | None) -> None:
+        store_env = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}
+        if hours is not None:
+            store_env["AWS_CREDENTIAL_EXPIRATION"] = (datetime.now(UTC) + timedelta(hours=hours)).isoformat()
+        made = credentials.environment(Secrets(token="t", store_env=store_env), tmp_path, {})
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in made.items():
+            monkeypatch.setenv(name, value)
+
+    return give
+
+
+def use(store: S3Store, key: str) -> None:
+    """Everything that a store does."""
+    etag = store.create(f"p/{key}", b"1")
+    store.swap(f"p/{key}", b"2", etag)
+    store.put(f"p/{key}-large", b"x" * (17 << 20))
+    assert store.get(f"p/{key}-large").data == b"x" * (17 << 20)
+    assert f"p/{key}" in [info.key for info in store.list("p/")]
+    store.abort_uploads("p/", 0.0)
+    store.delete(f"p/{key}")
+
+
+@pytest.mark.parametrize("hours", [1.0, None])
+def test_a_fresh_credential_reaches_an_open_store(
+    stub: Guarded, give: Callable[..., None], hours: float | None
+) -> None:
+    """Whether or not it was known when the old one would end."""
+    give("first", hours)
+    store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", BRIEF)
+    use(store, "a")
+    stub.key = "second"
+    with pytest.raises(StoreError, match=r"ExpiredToken.*credentials have expired: log in again"):
+        store.put("p/b", b"1")
+    with pytest.raises(StoreError, match="credentials have expired"):
+        store.create("p/b", b"1")
+    give("second", hours)
+    use(store, "b")
+    stub.key = "third"
+    give("third", hours)
+    assert store.get("p/a-large").etag, "no call fails where the fresh one was there in time"
+
+
+def test_a_credential_whose_time_is_over_is_told_as_such(stub: Guarded, give: Callable[..., None]) -> None:
+    """botocore notices it by itself and then raises no error of its own."""
+    give("first", -0.1)
+    store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", BRIEF)
+    with pytest.raises(StoreError, match=r"still expired; the credentials have expired: log in again"):
+        store.put("p/a", b"1")
+    with pytest.raises(StoreError, match="credentials have expired"):
+        store.create("p/a", b"1")
+    with pytest.raises(StoreError, match="credentials have expired"):
+        store.info("p/a")
+    assert stub.seen == []
+    give("first", 1.0)
+    use(store, "a")
