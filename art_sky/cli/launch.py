@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -19,7 +20,7 @@ LOCAL_IDLE_MINUTES = 60.0
 # Of a rented machine only; given with a local server they are an error, not a silence (rule R6).
 _RENTED = (
     "gpu", "region", "spot", "spot_only", "max_price", "budget", "max_hours", "orphan_minutes", "setup_minutes",
-    "cpus", "memory", "disk", "image_id", "node_role", "store_credential", "allow_unsafe",
+    "cpus", "memory", "disk", "image_id", "node_role", "store_profile", "store_credential", "allow_unsafe",
     "allow_cloud_key_on_node", "keep", "yes", "dry_run",
 )  # fmt: skip
 
@@ -51,9 +52,10 @@ def _limit(name: str) -> str:
 @click.option("--image-id", metavar="ID", help="A prepared image; infra/image has the recipe.")
 @click.option("--node-role", metavar="NAME", help="AWS instance profile of the machine; infra/aws makes one that may "
               "reach the store's prefix and nothing else.")  # fmt: skip
-@click.option("--store-credential", type=click.File(), metavar="FILE", help="Credential for the store that is sent to "
-              "the machine, where its role may not reach it: lines as `aws configure export-credentials --format env` "
-              "prints them; - reads stdin.")  # fmt: skip
+@click.option("--store-profile", metavar="NAME", help="Profile of this computer whose credential for the store is sent "
+              "to the machine, where its role may not reach it; renewed there while this computer runs.")  # fmt: skip
+@click.option("--store-credential", type=click.File(), metavar="FILE", help="The same as lines that `aws configure "
+              "export-credentials --format env` prints; - reads stdin. A file is looked at again.")  # fmt: skip
 @click.option("--allow-unsafe", is_flag=True, help="Rent where nothing ends the bill when this computer is off.")
 @click.option("--allow-cloud-key-on-node", is_flag=True, help="Where a machine can end itself only with your "
               "account's key (Lambda, RunPod): put the key there.")  # fmt: skip
@@ -113,9 +115,10 @@ def _rented(name: str, clouds: list[str], rented: dict[str, Any], as_json: bool,
     from art_sky.controller.launching import launch_rented
     from art_sky.controller.plan import make_plan
 
-    credential = _credential(rented.pop("store_credential"))
+    file = rented.pop("store_credential")
     request = launch_request(name, clouds, rented, given)
-    _check_expiry(credential, request)
+    credential = _credential(file, request)
+    request = request.model_copy(update={"store_credential": _kept_file(file)})
     with stderr().status("reading prices"):
         plan = make_plan(request, SkyPilotProvider().offers(request.wanted()))
     if rented["dry_run"]:
@@ -144,17 +147,22 @@ def _phases(phases: dict[str, float]) -> str:
     return f"{duration(phases.get('ready'))}: {', '.join(parts)}"
 
 
-def _credential(file: TextIO | None) -> dict[str, str]:
-    from art_sky.controller.store_credential import parse_credential
+def _credential(file: TextIO | None, request: LaunchRequest) -> dict[str, str]:
+    from art_sky.controller.store_credential import check_expiry, from_source, parse_credential
 
-    return {} if file is None else parse_credential(file.read())
-
-
-def _check_expiry(credential: dict[str, str], request: LaunchRequest) -> None:
-    from art_sky.controller.store_credential import check_expiry
-
-    limits = request.limits
+    if file is not None and request.store_profile is not None:
+        raise click.UsageError("give --store-profile or --store-credential, not both")
+    if file is None:
+        return from_source(request)  # a profile is renewed, and may end before the cluster
+    limits, credential = request.limits, parse_credential(file.read())
     check_expiry(credential, limits.max_hours + limits.flush_minutes / 60, datetime.now(UTC))
+    return credential
+
+
+def _kept_file(file: TextIO | None) -> str | None:
+    """Where a fresh credential may be found later; None for a pipe."""
+    path = Path("-" if file is None else file.name)
+    return str(path.resolve()) if path.is_file() else None
 
 
 def launch_request(name: str, clouds: list[str], rented: dict[str, Any], given: dict[str, Any]) -> LaunchRequest:
@@ -181,8 +189,8 @@ def launch_request(name: str, clouds: list[str], rented: dict[str, Any], given: 
         "store": server.store,
         "server": server.model_dump(exclude={"store", "state_dir", "idle_minutes"}, exclude_defaults=True),
         "disk_gib": rented["disk"],
-        **{k: rented[k] for k in ("cpus", "memory", "max_price", "image_id", "node_role", "allow_unsafe",
-                                  "allow_cloud_key_on_node", "keep")},
+        **{k: rented[k] for k in ("cpus", "memory", "max_price", "image_id", "node_role", "store_profile",
+                                  "allow_unsafe", "allow_cloud_key_on_node", "keep")},
     }  # fmt: skip
     made: LaunchRequest = LaunchRequest.parse({key: value for key, value in values.items() if value is not None})
     return made

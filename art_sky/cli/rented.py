@@ -49,7 +49,7 @@ def rented_table(views: list[dict[str, Any]]) -> Any:
 
 def notes(view: dict[str, Any]) -> list[str]:
     """Lines below the table: what is wrong, and what it waits for."""
-    lines = [f"store {view['store']}"]
+    lines = [f"store {view['store']}{_credential(view['store_credential'])}"]
     if view["preempted"]:
         lines.append("the cloud takes the machine back; another is rented when it has gone")
     if view["held_requests"]:
@@ -57,7 +57,8 @@ def notes(view: dict[str, Any]) -> list[str]:
     for model, lease in view["leases"].items():
         held = f"lease of {model}: {lease['owner']}, generation {lease['generation']}"
         lines.append(f"{held}: {lease['problem'] or 'for ' + duration(lease['age_seconds'])}")
-    return lines + [text for text in (view["problem"], view["error"]) if text]
+    missing = (view["store_credential"] or {}).get("problem")
+    return lines + [text for text in (view["problem"], missing, view["error"]) if text]
 
 
 def _row(view: dict[str, Any]) -> tuple[object, ...]:
@@ -77,6 +78,16 @@ def _row(view: dict[str, Any]) -> tuple[object, ...]:
         idle if view["idle_seconds"] is not None else None,
         _lease(view["leases"]),
     )
+
+
+def _credential(credential: dict[str, Any] | None) -> str:
+    if credential is None:
+        return ""
+    end = credential["expires"]
+    if end is None:
+        return ", by a credential without an end"
+    left = end - time.time()
+    return f", by a credential that {'ends in ' + duration(left) if left > 0 else 'has ended'}"
 
 
 def _lease(leases: dict[str, Any]) -> str | None:

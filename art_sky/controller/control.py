@@ -86,8 +86,11 @@ class ControlClient:
         """Says that the cluster is to end; `watch(id, "gone")` waits for it."""
         return self._call("down", name=name)
 
-    def extend(self, name: str, hours: float, dollars: float) -> dict[str, Any]:
-        return self._call("extend", name=name, hours=hours, dollars=dollars)
+    def extend(
+        self, name: str, hours: float, dollars: float, store_env: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """`store_env` takes the place of the credential for the store that its launch gave."""
+        return self._call("extend", name=name, hours=hours, dollars=dollars, store_env=store_env or {})
 
     def status(self) -> list[dict[str, Any]]:
         """A view of the newest run of each name."""
@@ -219,5 +222,6 @@ def rented_views() -> list[dict[str, Any]]:
         registry.close()
     if all(is_over(cluster) for cluster in newest):
         now = time.time()
-        return [{**cluster_view(cluster, None, None, now), "held_requests": 0} for cluster in newest]
+        nothing = {"held_requests": 0, "store_credential": None}
+        return [{**cluster_view(cluster, None, None, now), **nothing} for cluster in newest]
     return ControlClient().status()

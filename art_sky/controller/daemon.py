@@ -33,6 +33,7 @@ from art_sky.controller.order import make_order
 from art_sky.controller.provider import NodeOrder, Offer, Provider
 from art_sky.controller.reconcile import Reconciler
 from art_sky.controller.registry import Registry
+from art_sky.controller.renewal import FileCredentials
 from art_sky.controller.rented import LaunchRequest, Node, RentedCluster
 from art_sky.controller.secrets import write_secrets
 from art_sky.controller.ssh_link import SshLink, socket_folder
@@ -73,7 +74,7 @@ class Daemon:
         self._folder, self._registry, self._provider = folder, registry, provider
         self._clock, self._link = Clock(), SshLink()
         self._reconciler = Reconciler(
-            registry, provider, self._link, StoreLedger(), order_with_models, self._clock, Calls()
+            registry, provider, self._link, StoreLedger(), order_with_models, self._clock, Calls(), FileCredentials()
         )
         self._addresses: dict[str, Address] = {}  # by cluster id
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -311,8 +312,8 @@ class Daemon:
         return self._view(cluster if is_over(cluster) else self._want_down(cluster.id))
 
     async def _extend(self, given: dict[str, Any]) -> dict[str, Any]:
-        hours, dollars = float(given["hours"]), float(given["dollars"])
-        if hours < 0 or dollars < 0 or hours + dollars == 0:
+        hours, dollars, store_env = float(given["hours"]), float(given["dollars"]), dict(given["store_env"])
+        if hours < 0 or dollars < 0 or (hours + dollars == 0 and not store_env):
             raise InvalidInput("give what is added, more than 0: --hours H or --budget DOLLARS")
         cluster = self._registry.named(str(given["name"]))
         if is_over(cluster):
@@ -328,16 +329,24 @@ class Daemon:
             request = c.request.model_copy(update={"limits": limits})
             return c.model_copy(update={"request": request, "extended_hours": c.extended_hours + hours})
 
+        if store_env:
+            await asyncio.to_thread(_take_credential, cluster, store_env)
         changed = self._registry.update(cluster.id, change)
-        self._registry.note(cluster.id, self._clock.now(), f"extended by {hours:g} h and ${dollars:.2f}")
+        if hours or dollars:
+            self._registry.note(cluster.id, self._clock.now(), f"extended by {hours:g} h and ${dollars:.2f}")
         self._nudge(cluster.id)
-        node = changed.node
+        node, seen = changed.node, self._reconciler.seen
+
+        def told() -> bool:
+            if node is None or node.state != "up":
+                return True
+            return seen.has_limits(changed, node) and (not store_env or seen.has_credential(node, store_env))
+
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOLD_SECONDS):
-                while node is not None and node.state == "up" and not self._reconciler.seen.has_limits(changed, node):  # noqa: ASYNC110
+                while not told():  # noqa: ASYNC110
                     await asyncio.sleep(WATCH_SECONDS)
-        told = node is None or node.state != "up" or self._reconciler.seen.has_limits(changed, node)
-        return {**self._view(changed), "told": told}
+        return {**self._view(changed), "told": told()}
 
     async def _status(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"pid": os.getpid(), "clusters": [self._view(c) for c in self._registry.newest()]}
@@ -377,7 +386,9 @@ class Daemon:
             problem = f"its port {cluster.port} is another program's; end that, and the address comes back"
         view = cluster_view(cluster, watchdog, problem, self._clock.now(), leases)
         address = self._addresses.get(cluster.id)
-        return {**view, "held_requests": address.held if address is not None else 0}
+        credential = seen.credential(node) if node is not None and node.state != "gone" else None
+        held = address.held if address is not None else 0
+        return {**view, "held_requests": held, "store_credential": credential}
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -407,6 +418,16 @@ def _refuse_local(name: str) -> None:
     with contextlib.suppress(NotFound):
         if LocalCloud().get(name).state in ("starting", "up"):
             raise Conflict(f"a local cluster {name!r} is up; end it with `art-sky down {name}`, or take another name")
+
+
+def _take_credential(cluster: RentedCluster, store_env: dict[str, str]) -> None:
+    kept = FileCredentials()
+    if not kept.current(cluster):
+        raise InvalidInput(
+            f"cluster {cluster.name!r} was launched without a credential: its machine reaches the store by its role; "
+            "leave --store-credential out, or launch again with it"
+        )
+    kept.keep(cluster, store_env)
 
 
 def _waits_for(cluster: RentedCluster) -> str:

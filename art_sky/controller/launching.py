@@ -11,6 +11,7 @@ from typing import Any
 from art_sky.controller.control import ControlClient
 from art_sky.controller.plan import Plan
 from art_sky.controller.rented import LaunchRequest
+from art_sky.controller.store_credential import from_source
 from art_sky.errors import NotFound
 
 Told = Callable[[dict[str, Any]], None]
@@ -21,7 +22,8 @@ def launch_rented(
 ) -> dict[str, Any]:
     """Brings the cluster up and returns its view (`views.cluster_view`). `told` gets events `{n, time, text}`.
 
-    `store_env` is a credential for the store (DESIGN §7), sent to the node over SSH; none where its own role does.
+    `store_env` is a credential for the store, sent to the node over SSH; by default what the request's store_profile or
+    store_credential gives now, nothing where it names neither and the node's own role does.
     Whatever interrupts it, the cluster is ended, and waited for until its provider says that it is gone; an
     interruption of that wait leaves the rest to the controller. Raises LaunchFailed, Conflict.
     """
@@ -37,6 +39,7 @@ def launch_rented(
 def begin_launch(request: LaunchRequest, plan: Plan, *, store_env: dict[str, str] | None = None) -> str:
     """Puts the launch on record and returns the cluster's id; from then on it goes on by itself."""
     offers = [dataclasses.asdict(c.offer) for c in plan.usable]
+    store_env = from_source(request) if store_env is None else store_env
     begun = ControlClient().launch(request, offers, store_env=store_env, hf_token=os.environ.get("HF_TOKEN"))
     return str(begun["id"])
 

@@ -30,6 +30,13 @@ class Live:
     seen: bool = False
     absent_since: float | None = None
     limits: NodeLimits | None = None  # as the node has them
+    credential: dict[str, str] | None = None  # for the store, as it should have it
+    credential_sent: dict[str, str] | None = None  # as it has it
+    credential_end: float | None = None
+    credential_problem: str | None = None
+    asked: float = float("-inf")  # for a fresh one
+    asking: Call[dict[str, str]] | None = None
+    source_problem: str | None = None  # why it gave none
     leases: dict[str, LeaseStatus] = field(default_factory=dict)
     problem: str | None = None
     said: set[str] = field(default_factory=set)

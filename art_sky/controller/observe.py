@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from art_sky.controller import money
 from art_sky.controller.calls import Calls
@@ -10,8 +10,9 @@ from art_sky.controller.link import Link
 from art_sky.controller.live import Live
 from art_sky.controller.provider import Machine, Provider
 from art_sky.controller.registry import Registry
+from art_sky.controller.renewal import Credentials, Renewals
 from art_sky.controller.rented import Node, RentedCluster
-from art_sky.errors import ArtSkyError, ServerUnreachable
+from art_sky.errors import ArtSkyError
 from art_sky.node.records import WatchdogState
 from art_sky.schemas import LeaseStatus
 
@@ -25,9 +26,12 @@ class Ticks(Protocol):
 class Observer:
     """Like the reconciler that has it: any thread, for one cluster one at a time. What was seen may be read by all."""
 
-    def __init__(self, registry: Registry, provider: Provider, link: Link, clock: Ticks, calls: Calls) -> None:
+    def __init__(
+        self, registry: Registry, provider: Provider, link: Link, clock: Ticks, calls: Calls, credentials: Credentials
+    ) -> None:
         self._registry, self._provider, self._link = registry, provider, link
         self._clock, self._calls = clock, calls
+        self._renewals = Renewals(credentials, clock, calls)
         self._live: dict[str, Live] = {}
 
     # --- as last seen -------------------------------------------------------------------------------------
@@ -46,6 +50,18 @@ class Observer:
         """Whether the node was told the limits as they stand."""
         live = self._live.get(node.name)
         return live is not None and live.limits == money.node_limits(cluster, node.name, self._clock.now())
+
+    def has_credential(self, node: Node, store_env: dict[str, str]) -> bool:
+        """Whether the node was sent this one."""
+        return node.name in self._live and self._live[node.name].credential_sent == store_env
+
+    def credential(self, node: Node) -> dict[str, Any] | None:
+        """`expires` (Unix seconds, None where it says nothing) and `problem` of the credential for the store; None
+        where the node has none."""
+        live = self._live.get(node.name)
+        if live is None or live.credential is None:
+            return None
+        return {"expires": live.credential_end, "problem": live.credential_problem}
 
     def problem(self, node: Node) -> str | None:
         """What a teardown or a connection is waiting for, one line."""
@@ -77,6 +93,16 @@ class Observer:
                 return found
         return live.machine
 
+    def send_secrets(self, cluster: RentedCluster, node: Node, machine: Machine) -> bool:
+        """False while a fresh credential for them is waited for. Raises ServerUnreachable."""
+        live = self.of(node)
+        self._renewals.look(cluster, node, live, lambda text: self._note(cluster, f"{node.name}: {text}"))
+        if self._renewals.awaited(live):
+            return False
+        self._link.send_secrets(cluster, machine)
+        live.credential_sent = live.credential
+        return True
+
     def look(self, cluster: RentedCluster, node: Node, machine: Machine) -> None:
         """What the node says of itself; one that is up is told its limits where they have changed."""
         live = self.of(node)
@@ -89,8 +115,14 @@ class Observer:
                 self._link.send_limits(machine, limits)
                 live.limits = limits
                 self._note(cluster, f"{node.name}: has its limits: {limits.max_hours:.2f} h, budget {limits.budget}")
+            if node.state == "up":
+                self._renewals.look(cluster, node, live, lambda text: self._note(cluster, f"{node.name}: {text}"))
+                if live.credential != live.credential_sent:
+                    self._link.send_secrets(cluster, machine)
+                    live.credential_sent = live.credential
+                    self._note(cluster, f"{node.name}: has the credential for the store")
             models = self._link.models(cluster) if node.state == "up" else None
-        except ServerUnreachable as e:
+        except ArtSkyError as e:
             live.problem = e.message
             return
         if models is not None:

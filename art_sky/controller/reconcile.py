@@ -17,6 +17,7 @@ from art_sky.controller.observe import Observer, Ticks
 from art_sky.controller.outcomes import described, next_launch, offer_text, told
 from art_sky.controller.provider import Machine, NodeOrder, Provider
 from art_sky.controller.registry import Registry, moved, with_node
+from art_sky.controller.renewal import Credentials
 from art_sky.controller.rented import Node, RentedCluster
 from art_sky.errors import (
     ArtSkyError,
@@ -58,10 +59,11 @@ class Reconciler:
         order: Order,
         clock: Ticks,
         calls: Calls,
+        credentials: Credentials,
     ) -> None:
         self._registry, self._provider, self._link, self._ledger = registry, provider, link, ledger
         self._order, self._clock, self._calls = order, clock, calls
-        self.seen = Observer(registry, provider, link, clock, calls)
+        self.seen = Observer(registry, provider, link, clock, calls, credentials)
 
     def step(self, id: str) -> float | None:
         """Does the next thing for a cluster; seconds until it should be called again, None when nothing is left."""
@@ -197,7 +199,8 @@ class Reconciler:
         live.down_since = None
         try:
             if not live.secrets_sent:
-                self._link.send_secrets(cluster, machine)
+                if not self.seen.send_secrets(cluster, node, machine):
+                    return SOON
                 live.secrets_sent = True
             version = self._link.health(cluster)
             if version is None:

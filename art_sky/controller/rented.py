@@ -41,6 +41,9 @@ class LaunchRequest(Settings):
     disk_gib: int = 100
     image_id: str | None = None
     node_role: str | None = None  # AWS: the instance profile; else SkyPilot's own
+    # Where the credential for the store comes from, and is looked for again: a profile of this computer, or a file.
+    store_profile: str | None = None
+    store_credential: str | None = None
     limits: Limits = Limits()
     store: str
     server: dict[str, Any] = {}

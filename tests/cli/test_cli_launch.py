@@ -115,6 +115,7 @@ def test_a_credential_for_the_store_goes_to_the_controller_and_nowhere_else(
         "AWS_CREDENTIAL_EXPIRATION": end,
     }  # fmt: skip
     assert "s3cret" not in "".join(capsys.readouterr()) + repr(launched[0][:2])
+    assert launched[0][0].store_credential == str((tmp_path / "key").resolve()), "where it is looked for again"
     assert run(*arguments, "--max-hours", "8") == 1
     assert "ends in 6.0 hours" in (err := capsys.readouterr().err) and "--max-hours 5.5 or less" in err
     for text, message in (("s3cret", "line 1"), ("AWS_SECRET_ACCESS_KEY=s3cret", "no AWS_ACCESS_KEY_ID"),
@@ -122,3 +123,20 @@ def test_a_credential_for_the_store_goes_to_the_controller_and_nowhere_else(
         (tmp_path / "key").write_text(text)
         assert run(*arguments) == 1
         assert message in (err := capsys.readouterr().err) and "s3cret" not in err
+
+
+def test_a_profile_of_this_computer_gives_the_credential(
+    launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (tmp_path / "config").write_text("[profile runs]\naws_access_key_id = AKIA1\naws_secret_access_key = s3cret\n")
+    arguments = ["launch", *H100, "--yes", *STORE]
+    assert run(*arguments, "--store-profile", "runs") == 0
+    ((request, plan, credential),) = launched
+    assert credential == {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "s3cret"}
+    assert request.store_profile == "runs" and request.store_credential is None
+    assert "s3cret" not in "".join(capsys.readouterr()) + repr((request, plan))
+    assert run(*arguments, "--store-profile", "runz") == 1 and "(there: runs)" in capsys.readouterr().err
+    (tmp_path / "key").write_text("AWS_ACCESS_KEY_ID=a\nAWS_SECRET_ACCESS_KEY=s\n")
+    assert run(*arguments, "--store-profile", "runs", "--store-credential", "key") == 2
+    assert "not both" in capsys.readouterr().err

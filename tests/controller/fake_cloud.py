@@ -296,6 +296,27 @@ class FakeLedger:
         self.closed[node.name] = reason
 
 
+class FakeCredentials:
+    """`kept` is what the node is sent, `source` what is found where it came from, or the error of looking there."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        self.source: dict[str, str] | Exception = {}
+        self.asked = 0
+
+    def current(self, cluster: RentedCluster) -> dict[str, str]:
+        return self.kept
+
+    def fresh(self, cluster: RentedCluster) -> dict[str, str]:
+        self.asked += 1
+        if isinstance(self.source, Exception):
+            raise self.source
+        return self.source
+
+    def keep(self, cluster: RentedCluster, store_env: dict[str, str]) -> None:
+        self.kept = store_env
+
+
 class FakeWorld:
     """Everything together, and the controller that can be killed and started again."""
 
@@ -304,6 +325,7 @@ class FakeWorld:
         self.fuse, self.clock = Fuse(), FakeClock()
         self.provider = FakeProvider(self.clock, self.fuse)
         self.ledger = FakeLedger(self.provider)
+        self.credentials = FakeCredentials()
         self.limits = Limits(**limits)
         self.start()
 
@@ -313,7 +335,7 @@ class FakeWorld:
         self.link = FakeLink(self.provider, self.fuse)
         self.calls = InlineCalls(self.provider)
         self.reconciler = Reconciler(
-            self.registry, self.provider, self.link, self.ledger, order, self.clock, self.calls
+            self.registry, self.provider, self.link, self.ledger, order, self.clock, self.calls, self.credentials
         )
 
     def launch(self, name: str = "run", **request: Any) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from local_sshd import LocalSshd
 
 from art_sky import __version__
-from art_sky.controller import reconcile
+from art_sky.controller import reconcile, renewal
 from art_sky.controller.provider import Machine, NodeOrder, Offer, Wanted
 from art_sky.errors import NoCapacity
 
@@ -88,6 +88,7 @@ class SshCloud:
         reconcile.SETTLE_SECONDS, reconcile.ABANDONED_SECONDS = 1.0, 3.0
         reconcile.LOST_AFTER_SECONDS, reconcile.OFTEN, reconcile.SELDOM = 1.0, 0.5, 0.5
         reconcile.END_RETRY_SECONDS = (0.5,)
+        renewal.ASK_SECONDS = 0.5
 
     def check(self) -> dict[str, str | None]:
         return {"aws": None}

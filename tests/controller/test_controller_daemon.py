@@ -139,6 +139,38 @@ def test_a_vanished_machine_is_replaced_behind_the_same_address(
     assert reply.json()["node"] == f"{view['id']}-2"
 
 
+def test_a_fresh_credential_reaches_a_node_that_serves(control: ControlClient, cloud: Path, tmp_path: Path) -> None:
+    file, keys = tmp_path / "key", {"AWS_ACCESS_KEY_ID": "first", "AWS_SECRET_ACCESS_KEY": "s3cret"}
+
+    def received() -> str:
+        folder = cloud / view["node"]["name"] / ".art-sky-node"
+        found: str = json.loads((folder / "received-secrets").read_text())["store_env"]["AWS_ACCESS_KEY_ID"]
+        return found
+
+    launched = control.launch(request(tmp_path, store_credential=str(file)), PLAN, store_env=keys)
+    view = control.watch(launched["id"], "up", lambda e: None, owner=True)
+    assert received() == "first"
+    # Written by whoever renews it.
+    file.write_text("AWS_ACCESS_KEY_ID=second\nAWS_SECRET_ACCESS_KEY=s3cret\n")
+    wait(lambda: received() == "second")
+    assert control.status()[0]["store_credential"] == {"expires": None, "problem": None}
+    file.unlink()
+    # By hand, as `art-sky extend --store-credential` does.
+    assert control.extend("run", 0.0, 0.0, {**keys, "AWS_ACCESS_KEY_ID": "third"})["told"] is True
+    assert received() == "third"
+    for where in (home() / "controller").rglob("*"):
+        if where.is_file() and not where.name.endswith(".whl"):
+            assert b"s3cret" not in where.read_bytes(), where
+    for secrets in (home() / "clusters").rglob("secrets.json"):
+        assert secrets.stat().st_mode & 0o077 == 0
+
+
+def test_a_machine_with_a_role_takes_no_credential(control: ControlClient, tmp_path: Path) -> None:
+    up(control, tmp_path)
+    with pytest.raises(InvalidInput, match="reaches the store by its role"):
+        control.extend("run", 0.0, 0.0, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s"})
+
+
 def test_a_launch_whose_owner_is_killed_leaves_nothing(control: ControlClient, cloud: Path, tmp_path: Path) -> None:
     (cloud / "script").write_text("slow")
     begun = control.launch(request(tmp_path), PLAN)

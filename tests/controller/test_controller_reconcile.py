@@ -220,7 +220,7 @@ def test_leases_are_shown_as_the_server_told_them_while_it_is_up(world: FakeWorl
     view = cluster_view(cluster, None, None, world.clock.time, seen.leases(node))
     assert view["leases"]["p/agent"]["problem"] == "another process took the lease"
     text = "lease of p/agent: server node pid 7, generation 2: another process took the lease"
-    assert text in notes({**view, "held_requests": 0})
+    assert text in notes({**view, "held_requests": 0, "store_credential": None})
 
 
 @pytest.mark.parametrize("how", ["told through the tunnel", "found in the ledger"])

@@ -268,7 +268,7 @@ def test_a_full_disk_keeps_no_program_from_its_next_start(
 @pytest.mark.parametrize("skew", [300.0, -300.0])
 def test_a_clock_that_is_minutes_off_moves_the_end_by_no_more(make: Callable[..., Node], skew: float) -> None:
     """Between the laptop, whose time of the launch the node was told, and the node."""
-    node = make(limits={"max_hours": 0.2}).control(working=True)
+    node = make(factor=200.0, limits={"max_hours": 0.2}).control(working=True)
     node.clock.skew = skew
     node.send_secrets().start()
     began = node.clock.now().boottime
