@@ -25,6 +25,8 @@ class Live:
     contact: float | None = None
     healthy: float | None = None
     down_since: float | None = None
+    next_ask: float = float("-inf")  # while the node is lost: of the provider
+    answers_since: float | None = None  # while the node is lost: since when the provider answers
     next_end: float = float("-inf")
     failed_ends: int = 0
     seen: bool = False

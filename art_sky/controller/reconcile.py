@@ -38,8 +38,10 @@ SOON, OFTEN, SELDOM = 1.0, 5.0, 15.0
 PROVISION_SECONDS = 900.0
 # A launch that was cut off may still make its machine: absence is believed when it lasts.
 SETTLE_SECONDS, ABANDONED_SECONDS = 20.0, 120.0
-# A tunnel that is down for this long is a lost node; one that runs and does not answer for this long is ended.
+# A tunnel that is down for this long is a lost node; one that runs and does not answer for this long is ended. Not
+# counted is the time in which its provider did not answer either: then this computer had no network.
 LOST_AFTER_SECONDS, SILENT_SECONDS = 20.0, 900.0
+LONGEST_ASK_SECONDS = 60.0  # a lost node's provider is asked ever less often: it costs a process and 2 s of CPU
 MODELS_SECONDS = 300.0  # a server that answers has so long to serve again what was served before
 END_RETRY_SECONDS, END_AGAIN_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0), 60.0
 
@@ -243,6 +245,7 @@ class Reconciler:
         if status.state != "open":
             live.down_since = now if live.down_since is None else live.down_since
             if status.state == "refused" or now - live.down_since > LOST_AFTER_SECONDS:
+                live.next_ask, live.answers_since = now, None
                 self._registry.update(cluster.id, lambda c: moved(c, "lost", now))
                 self._note(cluster, f"{node.name}: lost ({status.problem or 'the tunnel is down'})")
             return SOON
@@ -261,8 +264,12 @@ class Reconciler:
         deadline, why = money.controller_deadline(cluster, node, now)
         if now > deadline:
             return self._to_ending(cluster, why)
-        live.machine = None
-        machine = self.seen.machine(node)
+        if now >= live.next_ask:
+            live.next_ask = now + min(max(OFTEN, (now - node.since) / 6), LONGEST_ASK_SECONDS)
+            live.machine = None
+            answers = self.seen.machine(node) is not None
+            live.answers_since = (live.answers_since or now) if answers else None
+        machine = live.machine
         if machine is None:
             return OFTEN  # the provider cannot be asked, so that nothing is known
         if machine.seen not in ("running", "pending"):
@@ -275,7 +282,7 @@ class Reconciler:
             self._registry.update(cluster.id, lambda c: moved(c, "up", now))
             self._note(cluster, f"{node.name}: back")
             return 0.0
-        if now - node.since > SILENT_SECONDS:
+        if now - max(node.since, live.answers_since or now) > SILENT_SECONDS:
             return self._to_ending(cluster, f"silent: {status.problem or 'no answer'}")
         return OFTEN
 

@@ -115,6 +115,7 @@ class FakeProvider:
         self.script: list[str] = []
         self.end_failures = 0
         self.asks_fail = False
+        self.asked = 0  # calls of `find`
         self.ends: list[str] = []
         self.launched: list[NodeOrder] = []
         self.own_end = True  # machines end themselves at their limits, as watchdog and guard see to
@@ -143,6 +144,7 @@ class FakeProvider:
 
     def find(self, node: str) -> Machine:
         self._fuse.burn()
+        self.asked += 1
         if self.asks_fail:
             raise CloudError("the cloud does not answer")
         self._age()

@@ -295,6 +295,37 @@ def test_a_provider_that_cannot_be_asked_says_nothing_about_a_machine(world: Fak
     assert len(world.up(id).nodes) == 1
 
 
+def test_a_computer_that_was_without_a_network_ends_no_machine_when_it_has_one_again(world: FakeWorld) -> None:
+    """The provider can be asked a moment before the tunnel is open."""
+    id = world.launch()
+    world.up(id)
+    world.link.cut = world.provider.asks_fail = True
+    world.run(id, lambda c: c.node is not None and c.node.state == "lost")
+    lost = world.clock.time
+    while world.clock.time - lost < 2000:
+        world.clock.time += world.reconciler.step(id) or 1
+    world.provider.asks_fail = False
+    online = world.clock.time
+    while world.clock.time - online < 120:
+        world.clock.time += world.reconciler.step(id) or 1
+    world.link.cut = False
+    assert len(world.up(id).nodes) == 1 and world.provider.ends == []
+
+
+def test_the_provider_of_a_lost_machine_is_asked_ever_less_often(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.link.cut = True
+    world.run(id, lambda c: c.node is not None and c.node.state == "lost")
+    asked = []
+    for _ in range(2):
+        before, began = world.provider.asked, world.clock.time
+        while world.clock.time - began < 400:
+            world.clock.time += world.reconciler.step(id) or 1
+        asked.append(world.provider.asked - before)
+    assert 10 <= asked[0] <= 25 and 6 <= asked[1] <= 8
+
+
 def test_a_machine_that_runs_and_stays_silent_is_replaced(world: FakeWorld) -> None:
     id = world.launch()
     world.up(id)
