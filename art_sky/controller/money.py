@@ -6,6 +6,8 @@ it is gone, so that these sums are never below the bill (disks and egress apart)
 
 from __future__ import annotations
 
+import contextlib
+
 from art_sky.controller.plan import USEFUL_MINUTES
 from art_sky.controller.rented import Node, RentedCluster
 from art_sky.errors import BudgetTooSmall
@@ -66,6 +68,17 @@ def check_useful(cluster: RentedCluster, limits: NodeLimits, dollars_per_hour: f
             f"{max(limits.max_hours, 0) * 60:.0f} minutes of max_hours are left, less than {USEFUL_MINUTES:.0f}; "
             "launch again with a larger --max-hours"
         )
+
+
+def payable(cluster: RentedCluster, limits: NodeLimits) -> list[int]:
+    """Which offers of the plan a node with these limits can make a step on; the cheapest alone where there is none."""
+    prices = [float(offer["price"]) for offer in cluster.plan]
+    found = []
+    for n, dollars_per_hour in enumerate(prices):
+        with contextlib.suppress(BudgetTooSmall):
+            check_useful(cluster, limits, dollars_per_hour)
+            found.append(n)
+    return found or [prices.index(min(prices))]
 
 
 def ends_by_itself(cluster: RentedCluster, node: Node, now: float) -> tuple[float, str]:

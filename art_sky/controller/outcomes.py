@@ -71,8 +71,9 @@ def offer_text(offer: dict[str, object]) -> str:
     return f"{gpus} on {offer['cloud']} {offer['region']} ({offer['instance_type']}{spot}, ${offer['price']:.2f}/h)"
 
 
-def next_launch(cluster: RentedCluster, now: float) -> Decision:
-    """What follows on the newest node, which is gone, in a cluster that is wanted up."""
+def next_launch(cluster: RentedCluster, now: float, payable: list[int]) -> Decision:
+    """What follows on the newest node, which is gone, in a cluster that is wanted up. A cluster that has served goes
+    round and round through the offers `payable` (`money.payable`)."""
     last = cluster.node
     if last is None:
         return Decision(cluster.next_offer)
@@ -88,16 +89,16 @@ def next_launch(cluster: RentedCluster, now: float) -> Decision:
         return Decision(error=f"{described(reason)}; see `art-sky logs {cluster.name}`, mend it and launch again")
     if not served and cluster.next_offer + 1 >= len(cluster.plan):
         return Decision(error=_nothing_left(cluster, since_served))
-    return _replacement(cluster, since_served, now) if served else Decision(cluster.next_offer + 1)
+    return _replacement(cluster, since_served, now, payable) if served else Decision(cluster.next_offer + 1)
 
 
-def _replacement(cluster: RentedCluster, since_served: list[Node], now: float) -> Decision:
-    offer = (cluster.next_offer + 1) % len(cluster.plan)
+def _replacement(cluster: RentedCluster, since_served: list[Node], now: float, payable: list[int]) -> Decision:
+    offer = next((n for n in payable if n > cluster.next_offer), payable[0])
     if not since_served:
         return Decision(offer)
     if now - since_served[0].since > REPLACE_SECONDS:
-        return Decision(error=_nothing_left(cluster, since_served[-len(cluster.plan) :]))
-    rounds, rest = divmod(len(since_served), len(cluster.plan))
+        return Decision(error=_nothing_left(cluster, since_served[-len(payable) :]))
+    rounds, rest = divmod(len(since_served), len(payable))
     if rest:
         return Decision(offer)
     wait = min(FIRST_WAIT * 2.0 ** (rounds - 1), LONGEST_WAIT)

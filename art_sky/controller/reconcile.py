@@ -102,15 +102,16 @@ class Reconciler:
         if cluster.wanted == "down":
             self._link.close(cluster)
             return None
-        decision = next_launch(cluster, now)
+        name = f"{cluster.id}-{len(cluster.nodes) + 1}"
+        limits = money.node_limits(cluster, name, now)
+        decision = next_launch(cluster, now, money.payable(cluster, limits))
         if decision.error is not None:
             return self._give_up(cluster, decision.error)
         if decision.wait > 0:
             return decision.wait
         offer = cluster.plan[decision.offer % len(cluster.plan)]
-        name = f"{cluster.id}-{len(cluster.nodes) + 1}"
         try:
-            money.check_useful(cluster, money.node_limits(cluster, name, now), float(offer["price"]))
+            money.check_useful(cluster, limits, float(offer["price"]))
         except BudgetTooSmall as e:
             return self._give_up(cluster, e.message)
         node = Node(name=name, state="intended", offer=offer, since=now, billed_from=now, phase="intended")

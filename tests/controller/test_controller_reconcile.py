@@ -349,6 +349,19 @@ def test_replacements_share_one_budget(world: FakeWorld) -> None:
     assert world.provider.bill() <= 10.0 + 3.0 * (world.limits.flush_minutes + 15) / 60
 
 
+def test_a_replacement_is_one_that_the_rest_of_the_budget_pays_for(world: FakeWorld) -> None:
+    world.limits = world.limits.model_copy(update={"budget": 1.0})
+    id = world.launch()
+    world.up(id)
+    world.clock.time += 1800  # $0.50 are left: 10 minutes of the next offer, 30 of the one before it
+    world.provider.vanish(f"{id}-1")
+    cluster = world.run(id, lambda c: len(c.nodes) == 2 and c.nodes[1].state == "up")
+    assert cluster.nodes[1].offer == cluster.nodes[0].offer
+    world.clock.time += 1000
+    world.provider.vanish(f"{id}-2")
+    assert "less than 15 minutes at $1.00 an hour" in (world.over(id).error or "")
+
+
 def test_a_server_that_fails_everywhere_is_not_rented_for_ever(world: FakeWorld) -> None:
     id = world.launch()
     for n in range(1, 10):
