@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from art_sky.controller.rented import Node, RentedCluster
+from art_sky.errors import ArtSkyError, CloudError, NoCapacity, NoCredentials, NoQuota
 from art_sky.node.records import REASONS
 
 # `failed`: the end of a first launch, the next offer for a cluster that has served before.
-After = Literal["stop", "failed", "next offer", "same offer"]
+# `next cloud`: at first an offer of another cloud; a cluster that has served goes round all, as the cause may pass.
+After = Literal["stop", "failed", "next offer", "next cloud", "same offer"]
 
 # code -> (what it means, what follows)
 AFTER: dict[str, tuple[str, After]] = {
@@ -25,11 +27,20 @@ AFTER: dict[str, tuple[str, After]] = {
     "preempted": (REASONS["preempted"], "next offer"),
     "launch": ("the launch failed", "failed"),
     "capacity": ("none to be had", "next offer"),
+    "quota": ("not allowed", "next offer"),
+    "credentials": ("not asked", "next cloud"),
     "vanished": ("the machine vanished", "next offer"),
     "silent": ("the machine runs and does not answer", "next offer"),
     "restarted": ("the controller was restarted during the launch", "same offer"),
     "unknown": ("why it ended is not known", "stop"),
 }
+
+# Nothing was rented: where no machine was seen either, nothing is billed.
+REFUSALS: tuple[tuple[type[CloudError], str], ...] = (
+    (NoCapacity, "capacity"),
+    (NoQuota, "quota"),
+    (NoCredentials, "credentials"),
+)
 
 # A replacement is looked for this long; between two rounds through the plan there is a wait that doubles.
 REPLACE_SECONDS = 2 * 3600.0
@@ -64,6 +75,18 @@ def told(word: str | None) -> str:
     return word if word in AFTER else f"unknown: the node said {word[:80]!r}"
 
 
+def refused(error: ArtSkyError) -> str | None:
+    """The reason of a launch that rented nothing; None when it may have."""
+    code = next((code for kind, code in REFUSALS if isinstance(error, kind)), None)
+    if code is None and error.details.get("untouched"):
+        code = "launch"
+    return None if code is None else f"{code}: {error.message}"
+
+
+def is_refused(reason: str) -> bool:
+    return reason.partition(":")[0] in [code for _, code in REFUSALS]
+
+
 def offer_text(offer: dict[str, object]) -> str:
     """`H100:1 on aws us-east-1 (p5.4xlarge spot, $2.10/h)`."""
     gpus = ", ".join(f"{k}:{n}" for k, n in dict(offer["accelerators"]).items()) or "no GPU"  # type: ignore[call-overload]
@@ -87,9 +110,12 @@ def next_launch(cluster: RentedCluster, now: float, payable: list[int]) -> Decis
         return Decision(cluster.next_offer)
     if after == "failed" and (not served or _failed_in_a_row(cluster) >= FAILED_IN_A_ROW):
         return Decision(error=f"{described(reason)}; see `art-sky logs {cluster.name}`, mend it and launch again")
-    if not served and cluster.next_offer + 1 >= len(cluster.plan):
-        return Decision(error=_nothing_left(cluster, since_served))
-    return _replacement(cluster, since_served, now, payable) if served else Decision(cluster.next_offer + 1)
+    if served:
+        return _replacement(cluster, since_served, now, payable)
+    closed = {n.offer["cloud"] for n in since_served if AFTER[_code(n)][1] == "next cloud"}
+    later = range(cluster.next_offer + 1, len(cluster.plan))
+    left = next((offer for offer in later if cluster.plan[offer]["cloud"] not in closed), None)
+    return Decision(left) if left is not None else Decision(error=_nothing_left(cluster, since_served))
 
 
 def _replacement(cluster: RentedCluster, since_served: list[Node], now: float, payable: list[int]) -> Decision:
@@ -121,12 +147,15 @@ def _failed_in_a_row(cluster: RentedCluster) -> int:
     for node in reversed(cluster.nodes):
         if AFTER[_code(node)][1] == "failed":
             count += 1
-        elif _code(node) != "capacity":
+        elif not is_refused(_code(node)):
             break
     return count
 
 
 def _nothing_left(cluster: RentedCluster, tried: list[Node]) -> str:
+    if all(_code(n) == "credentials" for n in tried):
+        why = {str(n.offer["cloud"]): (n.reason or "").partition(":")[2].strip() for n in tried}
+        return "; ".join(f"{cloud}: {text}" for cloud, text in why.items())
     each = "; ".join(
         f"{n.offer['instance_type']} on {n.offer['cloud']} {n.offer['region']}: {described(n.reason or '')}"
         for n in tried

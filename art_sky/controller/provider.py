@@ -93,7 +93,9 @@ class Provider(Protocol):
         """Rents the machine and starts the watchdog on it; `progress(phase, text)`.
 
         Raises NoCapacity (nothing is billed, try the next offer), NoQuota, NoCredentials, or LaunchFailed (a
-        machine may exist: `end` must follow). Interrupting it leaves what exists to `end`.
+        machine may exist: `end` must follow). An error whose details say `untouched` came before the cloud was asked
+        for a machine: nothing of that name is ours, and `end` must not follow. Interrupting it leaves what exists to
+        `end`.
         """
         ...
 

@@ -14,20 +14,12 @@ from art_sky.controller.calls import Calls
 from art_sky.controller.ledger import Ledger
 from art_sky.controller.link import Link
 from art_sky.controller.observe import Observer, Ticks
-from art_sky.controller.outcomes import described, next_launch, offer_text, told
+from art_sky.controller.outcomes import described, is_refused, next_launch, offer_text, refused, told
 from art_sky.controller.provider import Machine, NodeOrder, Provider
 from art_sky.controller.registry import Registry, moved, with_node
 from art_sky.controller.renewal import Credentials
 from art_sky.controller.rented import Node, RentedCluster
-from art_sky.errors import (
-    ArtSkyError,
-    BudgetTooSmall,
-    NoCapacity,
-    NoCredentials,
-    NoQuota,
-    ServerUnreachable,
-    StoreError,
-)
+from art_sky.errors import ArtSkyError, BudgetTooSmall, ServerUnreachable, StoreError
 from art_sky.node.records import NodeLimits
 
 # Seconds. The deadline of a call, a little above the provider's own:
@@ -155,11 +147,13 @@ class Reconciler:
             return SOON
         try:
             machine = live.call.result()
-        except (NoCapacity, NoQuota, NoCredentials) as e:
-            self._note(cluster, f"{node.name}: {e.message}")
-            return self._to_ending(cluster, f"capacity: {e.message}")
         except Exception as e:  # whatever it was, a machine may exist
-            return self._failed(cluster, node, f"launch: {e}")
+            reason = refused(e) if isinstance(e, ArtSkyError) else None
+            if reason is None:
+                return self._failed(cluster, node, f"launch: {e}")
+            self._note(cluster, f"{node.name}: {e}")
+            untouched = isinstance(e, ArtSkyError) and e.details.get("untouched")
+            return self._to_gone(cluster, reason, now) if untouched else self._to_ending(cluster, reason)
         live.machine = machine
         phases = {**node.phases, node.phase: round(now - live.phase_since, 1)}
         live.phase_since = now
@@ -421,8 +415,8 @@ class Reconciler:
         node = cluster.node
         assert node is not None
         live = self.seen.of(node)
-        # Where the provider had none and none was ever seen, nothing was billed.
-        unbilled = node.state == "intended" or (reason.startswith("capacity") and not live.seen)
+        # Where nothing was asked for, or the provider had none and none was ever seen, nothing was billed.
+        unbilled = node.state in ("intended", "provisioning") or (is_refused(reason) and not live.seen)
         billed_from = now if unbilled else node.billed_from
         self._link.close(cluster)
         if not unbilled:

@@ -18,7 +18,8 @@ ClusterWanted = Literal["up", "down"]
 NodeState = Literal["intended", "provisioning", "connecting", "up", "lost", "ending", "gone"]
 NODE_TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
     "intended": frozenset({"provisioning", "gone"}),  # nothing was asked of a cloud yet
-    "provisioning": frozenset({"connecting", "ending"}),  # a machine may exist from here on
+    # A machine may exist from here on; "gone" is for a provider that says it was not asked for one.
+    "provisioning": frozenset({"connecting", "ending", "gone"}),
     "connecting": frozenset({"up", "lost", "ending"}),  # tunnel, secrets, first answer of the server
     "up": frozenset({"lost", "ending"}),
     "lost": frozenset({"up", "ending"}),  # does not answer; the provider is being asked

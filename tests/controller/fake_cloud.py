@@ -13,7 +13,17 @@ from art_sky.controller.provider import Machine, NodeOrder, Offer, Seen, Wanted
 from art_sky.controller.reconcile import Reconciler
 from art_sky.controller.registry import Registry
 from art_sky.controller.rented import LaunchRequest, Node, RentedCluster
-from art_sky.errors import CloudError, LaunchFailed, NoCapacity, ServerUnreachable, StoreError
+from art_sky.errors import (
+    CloudError,
+    LaunchFailed,
+    NoCapacity,
+    NoCredentials,
+    NoQuota,
+    NotOurs,
+    ProviderUnavailable,
+    ServerUnreachable,
+    StoreError,
+)
 from art_sky.node.records import NodeConfig, NodeLimits, WatchdogState
 from art_sky.schemas import LeaseStatus
 
@@ -106,7 +116,8 @@ class FakeMachine:
 
 
 class FakeProvider:
-    """`script`: one word a launch: ok, none (no capacity), created (an error although it was created), hang, broken.
+    """`script`: one word a launch: ok, none (no capacity), quota, keyless (no login), taken (a stranger has the name),
+    created (an error although it was created), died (the provider's server, after that), hang, broken.
     `end_failures`: so many calls of `end` fail. `asks_fail`: `find` and `list` fail while it is set."""
 
     def __init__(self, clock: FakeClock, fuse: Fuse) -> None:
@@ -133,12 +144,20 @@ class FakeProvider:
         progress("provision", "asking for a machine")
         if what == "none":
             raise NoCapacity(f"{order.offer.region} has no {order.offer.instance_type} now")
+        if what == "quota":
+            raise NoQuota("VcpuLimitExceeded; ask your cloud for more")
+        if what == "keyless":
+            raise NoCredentials("no usable credentials: none found; run `sky check`", untouched=True)
+        if what == "taken":
+            raise NotOurs("there is a machine already; it is left alone, see `sky status`", untouched=True)
         if what == "broken":
             raise LaunchFailed("the cloud answered 500; nothing was made")
         self.machines[order.config.node] = FakeMachine(order, self._clock.now())
         self._fuse.burn()
         if what == "created":
             raise LaunchFailed("the cloud answered 500")
+        if what == "died":
+            raise ProviderUnavailable("SkyPilot's server does not answer; run `sky api start`, then try again")
         progress("setup", "installing")
         return self.find(order.config.node)
 

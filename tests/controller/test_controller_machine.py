@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from art_sky.controller import money
 
 PRICE = max(o.price for o in OFFERS)
+SCRIPT = ["ok", "none", "quota", "keyless", "created", "died", "broken", "hang"]
 
 
 class Clouds(RuleBasedStateMachine):
@@ -43,7 +44,11 @@ class Clouds(RuleBasedStateMachine):
     def launch(self) -> None:
         self.ids.append(self.world.launch(f"run{len(self.ids)}"))
 
-    @rule(script=st.lists(st.sampled_from(["ok", "none", "created", "broken", "hang"]), max_size=4))
+    @rule(
+        script=st.lists(
+            st.sampled_from(["ok", "none", "quota", "keyless", "created", "died", "broken", "hang"]), max_size=4
+        )
+    )
     def script(self, script: list[str]) -> None:
         self.world.provider.script = script
 

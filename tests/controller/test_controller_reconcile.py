@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from fake_cloud import FakeWorld, state
+from fake_cloud import OFFERS, FakeMachine, FakeWorld, state
 
 from art_sky.cli.rented import notes
 from art_sky.controller import money
@@ -72,12 +73,81 @@ def test_no_candidate_left_names_each(world: FakeWorld) -> None:
     assert len(world.provider.launched) == 2
 
 
-@pytest.mark.parametrize("what", ["created", "broken"])
+def test_no_quota_falls_over_to_the_next_offer_and_is_named_at_the_end(world: FakeWorld) -> None:
+    world.provider.script = ["quota"]
+    cluster = world.up(world.launch())
+    assert cluster.node and cluster.node.offer["cloud"] == "gcp"
+    world.provider.script = ["quota", "quota"]
+    error = world.over(world.launch("other")).error
+    assert error and error.count("VcpuLimitExceeded; ask your cloud for more") == 2
+    assert money.spent(cluster, world.clock.time) == pytest.approx(world.provider.bill(), abs=0.02)
+
+
+def test_without_credentials_a_cloud_is_asked_once_and_nothing_is_waited_for(world: FakeWorld) -> None:
+    """Not even whether something is there: nobody could tell."""
+    aws = [dataclasses.asdict(OFFERS[0])] * 3
+    id = world.launch()
+    world.registry.update(id, lambda c: c.model_copy(update={"plan": aws}))
+    world.provider.script, world.provider.asks_fail = ["keyless"], True
+    began = world.clock.time
+    cluster = world.over(id)
+    assert world.clock.time - began < 5 and len(world.provider.launched) == 1 and world.provider.ends == []
+    assert cluster.error == "aws: no usable credentials: none found; run `sky check`"
+    assert money.spent(cluster, world.clock.time) == 0 and world.ledger.closed == {}
+
+
+def test_without_credentials_of_one_cloud_another_is_taken(world: FakeWorld) -> None:
+    aws, gcp = (dataclasses.asdict(offer) for offer in OFFERS)
+    id = world.launch()
+    world.registry.update(id, lambda c: c.model_copy(update={"plan": [aws, aws, gcp]}))
+    world.provider.script = ["keyless"]
+    assert [n.offer["cloud"] for n in world.up(id).nodes] == ["aws", "gcp"]
+
+
+def test_a_replacement_waits_for_a_login(world: FakeWorld) -> None:
+    id = world.launch()
+    world.up(id)
+    world.provider.script = ["keyless"] * 5
+    world.provider.vanish(f"{id}-1")
+    cluster = world.run(id, lambda c: c.node is not None and c.node.state == "up" and len(c.nodes) > 5)
+    assert [(n.reason or "").partition(":")[0] for n in cluster.nodes[1:6]] == ["credentials"] * 5
+
+
+def test_a_name_that_somebody_has_is_never_touched(world: FakeWorld) -> None:
+    world.provider.script = ["taken"]
+    id = world.launch()
+    world.provider.machines[f"{id}-1"] = FakeMachine(None, world.clock.time)  # type: ignore[arg-type]
+    for _ in range(20):
+        wait = world.reconciler.step(id)
+        if wait is None:
+            break
+    cluster = world.registry.get(id)
+    assert cluster.error and "it is left alone" in cluster.error and world.provider.ends == []
+    assert cluster.node and cluster.node.closed == cluster.node.billed_from
+
+
+def test_skypilots_server_dies_in_a_launch_and_is_back(world: FakeWorld) -> None:
+    """What it had made is ended, whenever somebody can be asked again."""
+    world.provider.script = ["died"]
+    id = world.launch()
+    world.run(id, lambda c: c.node is not None and c.node.state == "ending")
+    world.provider.asks_fail = True
+    for _ in range(30):
+        world.clock.time += world.reconciler.step(id) or 1.0
+    assert world.provider.seen(f"{id}-1") == "running"
+    world.provider.asks_fail = False
+    cluster = world.over(id, seconds=240)
+    assert world.provider.alive() == [] and cluster.error
+    assert "SkyPilot's server does not answer; run `sky api start`" in cluster.error and "launch again" in cluster.error
+
+
+@pytest.mark.parametrize("what", ["created", "broken", "died"])
 def test_failed_launch_is_ended_and_not_tried_elsewhere(world: FakeWorld, what: str) -> None:
     world.provider.script = [what]
     cluster = world.over(world.launch(), seconds=240)
     assert world.provider.alive() == [] and len(world.provider.launched) == 1
-    assert cluster.error and "the launch failed: the cloud answered 500" in cluster.error
+    assert cluster.error and "the launch failed: " in cluster.error
+    assert ("SkyPilot's server" if what == "died" else "the cloud answered 500") in cluster.error
 
 
 def test_terminate_that_fails_twice_is_tried_again_and_told(world: FakeWorld) -> None:

@@ -73,6 +73,17 @@ def end_on_power_off(node: str, region: str) -> None:
             )
 
 
+def has_role(name: str, region: str) -> bool:
+    """Whether the account has this instance profile; True also where these keys may not ask."""
+    import botocore.exceptions
+
+    try:
+        _session().client("iam", region_name=region, config=_config()).get_instance_profile(InstanceProfileName=name)
+    except botocore.exceptions.ClientError as e:
+        return bool(e.response["Error"]["Code"] != "NoSuchEntity")
+    return True
+
+
 def _most_alive(machine: dict[str, Any]) -> tuple[int, bool]:
     return _ORDER.index(machine["seen"]), _HEAD_LABEL not in machine["labels"]
 
@@ -126,7 +137,10 @@ def _session() -> Any:
 
 
 def _ec2(region: str | None) -> Any:
+    return _session().client("ec2", region_name=region or "us-east-1", config=_config())
+
+
+def _config() -> Any:
     from botocore.config import Config
 
-    config = Config(connect_timeout=10, read_timeout=30, retries={"mode": "standard", "max_attempts": 5})
-    return _session().client("ec2", region_name=region or "us-east-1", config=config)
+    return Config(connect_timeout=10, read_timeout=30, retries={"mode": "standard", "max_attempts": 5})

@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from art_sky.controller.clouds import aws_direct
-from art_sky.errors import ArtSkyError, LaunchFailed, NoCapacity, NoCredentials, NoQuota, ProviderUnavailable
+from art_sky.errors import (
+    ArtSkyError,
+    InvalidInput,
+    LaunchFailed,
+    NoCapacity,
+    NoCredentials,
+    NoQuota,
+    NotOurs,
+    ProviderUnavailable,
+)
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -59,10 +68,14 @@ def check(say: Say) -> dict[str, str | None]:
     return {cloud.lower(): None for cloud in enabled}
 
 
-def launch(say: Say, task: dict[str, Any], node: str, cloud: str, region: str, key_on_node: bool) -> dict[str, Any]:
+def launch(
+    say: Say, task: dict[str, Any], node: str, cloud: str, region: str, key_on_node: bool, role: str | None
+) -> dict[str, Any]:
     """Returns the machine's facts once the job was handed to the node. `key_on_node`: the account's key of this cloud
     stays there, for its node agent and our guard."""
     import sky
+
+    _check_untouched(node, cloud, region, role)
 
     def heard(event: dict[str, Any]) -> None:
         say(event)
@@ -71,10 +84,6 @@ def launch(say: Say, task: dict[str, Any], node: str, cloud: str, region: str, k
             aws_direct.end_on_power_off(node, region)
 
     log = _Lines(heard)
-    if cloud == "aws":
-        with _typed():
-            # Who cannot ask EC2 could not end the machine either; SkyPilot would say that there is no such image.
-            aws_direct.find(node, region)
     with _typed(log):
         delete = " ".join(map(_shell_path, copied_keys(cloud if key_on_node else None)))
         made = sky.Task.from_yaml_config({**task, "setup": f"rm -rf {delete}\n{task['setup']}"})
@@ -86,6 +95,26 @@ def launch(say: Say, task: dict[str, Any], node: str, cloud: str, region: str, k
             for stray in aws_direct.terminate_strays(node, region):
                 say({"event": "log", "text": f"{stray} was made twice and is ended"})
     return find(say, node, cloud, region)
+
+
+def _check_untouched(node: str, cloud: str, region: str, role: str | None) -> None:
+    """Raises what keeps a launch from being begun, `untouched`: no login, no such role, a name that somebody has."""
+    taken = None
+    try:
+        if cloud == "aws":
+            with _typed():
+                # Who cannot ask EC2 could not end the machine either; SkyPilot would say that there is no such image.
+                taken = aws_direct.find(node, region)["seen"] not in ("absent", "ending")
+                if role is not None and not aws_direct.has_role(role, region):
+                    raise InvalidInput(
+                        f"the account has no instance profile {role!r}; infra/aws makes one, or leave out --node-role"
+                    )
+        if taken or _status(node, refresh=False) is not None:
+            raise NotOurs(
+                f"there is a machine {node} already that this launch did not make; it is left alone, see `sky status`"
+            )
+    except (NoCredentials, InvalidInput, NotOurs) as e:  # not an outage, after which the same launch would work
+        raise type(e)(e.message, untouched=True) from e
 
 
 def copied_keys(kept: str | None) -> list[str]:
@@ -271,9 +300,17 @@ def _as_ours(error: Exception, launch: _Lines | None) -> ArtSkyError:
         )
     if isinstance(error, exceptions.ApiServerConnectionError | ConnectionError):
         return ProviderUnavailable(f"SkyPilot's server does not answer ({text}); run `sky api start`, then try again")
-    keyless = aws.NoCredentialsError | exceptions.NoCloudAccessError | exceptions.InvalidCloudCredentials
-    if isinstance(error, keyless) or _KEYS.search(text):
-        return NoCredentials(f"no usable credentials: {text}; run `sky check`, which says how to set them up")
+    keyless = (
+        *(aws.NoCredentialsError, aws.PartialCredentialsError, aws.CredentialRetrievalError, aws.SSOError),
+        *(aws.ProfileNotFound, exceptions.NoCloudAccessError, exceptions.InvalidCloudCredentials),
+    )
+    # SkyPilot's optimizer, before anything is asked of the cloud.
+    closed = isinstance(error, exceptions.ResourcesUnavailableError) and "not enabled" in text
+    if isinstance(error, keyless) or closed or _KEYS.search(text):
+        details = {"untouched": True} if closed else {}
+        return NoCredentials(
+            f"no usable credentials: {text}; run `sky check`, which says how to set them up", **details
+        )
     if isinstance(error, exceptions.ResourcesUnavailableError):
         why = launch.refusal if launch is not None and launch.refusal else text
         if _QUOTA.search(why):

@@ -91,6 +91,7 @@ class SkyPilotProvider:
         call = {
             "task": task, "node": node, "cloud": offer.cloud, "region": offer.region,
             "key_on_node": order.cloud_key_on_node and cloud_facts(offer.cloud).node_agent == "account key",
+            "role": order.node_role,
         }  # fmt: skip
         return _machine(self._call("launch", call, heard, node=node, config=key_policy(offer.cloud, order.node_role)))
 

@@ -1,0 +1,1 @@
+CLOUD_REGISTRY: dict[str, object] = {}
