@@ -17,6 +17,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,10 @@ class Daemon:
                     await self._stop.wait()
 
     async def _sweep(self) -> None:
-        closed = [n.closed for c in self._registry.all() for n in c.nodes if n.closed is not None]
-        if self._clock.now() - max(closed, default=0.0) > SWEPT_SECONDS:
-            return
         try:
-            await self._in_thread(self._reconciler.sweep)
+            closed = [n.closed for c in self._registry.all() for n in c.nodes if n.closed is not None]
+            if self._clock.now() - max(closed, default=0.0) < SWEPT_SECONDS:
+                await self._in_thread(self._reconciler.sweep)
         except ArtSkyError as e:
             log.warning("machines that should be gone could not be looked for: %s", e.message)
 
@@ -153,13 +153,13 @@ class Daemon:
         try:
             while True:
                 await self._keep_address(cluster)
+                wait: float | None = AFTER_ERROR_SECONDS
                 try:
                     wait = await self._in_thread(lambda: self._reconciler.step(id))
+                    cluster = self._registry.get(id)
                 except Exception as e:  # one cluster's trouble must not be another's, and its limits go on
                     log.exception("a step of %s failed", id)
-                    self._registry.note(id, self._clock.now(), f"a step failed and is tried again: {e}")
-                    wait = AFTER_ERROR_SECONDS
-                cluster = self._registry.get(id)
+                    await self._in_thread(partial(self._tell_failed, id, e))
                 if wait is None:
                     return
                 self._gate(cluster)
@@ -172,6 +172,12 @@ class Daemon:
             if address is not None:
                 await address.close()
             self._tasks.pop(id, None)
+
+    def _tell_failed(self, id: str, error: Exception) -> None:
+        try:
+            self._registry.note(id, self._clock.now(), f"a step failed and is tried again: {error}")
+        except ArtSkyError as e:  # the registry itself may be what failed
+            log.warning("%s", e.message)
 
     async def _keep_address(self, cluster: RentedCluster) -> None:
         """The address listens from the intent to the end; a port that is taken is tried again."""
@@ -268,7 +274,11 @@ class Daemon:
                 port=address.port,
             )
             address.upstream = self._link.socket(cluster)
-            self._registry.add(cluster)
+            try:
+                await self._in_thread(lambda: self._registry.add(cluster))
+            except BaseException:
+                await address.close()
+                raise
             self._addresses[id] = address
             self._gate(cluster)
             self._watch_cluster(cluster)
@@ -301,15 +311,15 @@ class Daemon:
         except ConnectionError:
             # Not at our own end: the next controller goes on with the launch, and its owner comes back.
             if given["owner"] and until == "up" and not self._stop.is_set():
-                self._registry.note(id, self._clock.now(), "whoever launched it has gone: it is ended")
-                self._want_down(id)
+                await self._note(id, "whoever launched it has gone: it is ended")
+                await self._want_down(id)
             raise
         finally:
             left.cancel()
 
     async def _down(self, given: dict[str, Any]) -> dict[str, Any]:
         cluster = self._registry.named(str(given["name"]))
-        return self._view(cluster if is_over(cluster) else self._want_down(cluster.id))
+        return self._view(cluster if is_over(cluster) else await self._want_down(cluster.id))
 
     async def _extend(self, given: dict[str, Any]) -> dict[str, Any]:
         hours, dollars, store_env = float(given["hours"]), float(given["dollars"]), dict(given["store_env"])
@@ -331,9 +341,9 @@ class Daemon:
 
         if store_env:
             await asyncio.to_thread(_take_credential, cluster, store_env)
-        changed = self._registry.update(cluster.id, change)
+        changed: RentedCluster = await self._in_thread(lambda: self._registry.update(cluster.id, change))
         if hours or dollars:
-            self._registry.note(cluster.id, self._clock.now(), f"extended by {hours:g} h and ${dollars:.2f}")
+            await self._note(cluster.id, f"extended by {hours:g} h and ${dollars:.2f}")
         self._nudge(cluster.id)
         node, seen = changed.node, self._reconciler.seen
 
@@ -367,8 +377,15 @@ class Daemon:
 
     # --- parts --------------------------------------------------------------------------------------------
 
-    def _want_down(self, id: str) -> RentedCluster:
-        cluster = self._registry.update(id, lambda c: c.model_copy(update={"wanted": "down"}))
+    async def _note(self, id: str, text: str) -> None:
+        """In a thread, as all that writes: a registry that is locked must not hold the addresses up."""
+        await self._in_thread(lambda: self._registry.note(id, self._clock.now(), text))
+
+    async def _want_down(self, id: str) -> RentedCluster:
+        wanted = {"wanted": "down"}
+        cluster: RentedCluster = await self._in_thread(
+            lambda: self._registry.update(id, lambda c: c.model_copy(update=wanted))
+        )
         self._watch_cluster(cluster)
         self._nudge(id)
         return cluster

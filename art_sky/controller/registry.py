@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,23 +35,31 @@ def registry_file() -> Path:
 
 
 class Registry:
-    """May be used from any thread; each method is one transaction."""
+    """May be used from any thread; each method is one transaction. What only reads waits for nobody who writes.
 
-    def __init__(self, path: Path) -> None:
-        """Raises CorruptObject for a file that is damaged or not a registry, VersionMismatch for a newer one."""
-        self.path = path
-        self._lock = threading.Lock()
+    All methods raise StoreError while the file cannot be used, and CorruptObject.
+    """
+
+    def __init__(self, path: Path, busy_seconds: float = 10.0) -> None:
+        """Raises CorruptObject for a file that is damaged or not a registry, VersionMismatch for a newer one.
+
+        Another program that writes into the file is waited for `busy_seconds`.
+        """
+        self.path, self._busy = path, busy_seconds
+        self._writing, self._reading = threading.Lock(), threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._explained():
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10.0)
+            self._db = self._connect()
             try:
                 self._prepare()
+                self._reader = self._connect()
             except BaseException:
                 self._db.close()
                 raise
 
     def close(self) -> None:
-        with self._lock:
+        with self._writing, self._reading:
+            self._reader.close()
             self._db.close()
 
     def add(self, cluster: RentedCluster) -> None:
@@ -72,7 +81,10 @@ class Registry:
         return changed
 
     def get(self, id: str) -> RentedCluster:
-        return self.update(id, lambda cluster: cluster)
+        rows = self._select("SELECT record FROM clusters WHERE id = ?", id)
+        if not rows:
+            raise NotFound(f"there is no cluster {id}; see `art-sky status`")
+        return self._parse(id, rows[0][0])
 
     def find(self, name: str) -> RentedCluster | None:
         """The newest run of this name."""
@@ -92,8 +104,7 @@ class Registry:
 
     def all(self) -> list[RentedCluster]:
         """Every run that there ever was, oldest first."""
-        with self._transaction() as db:
-            rows = db.execute("SELECT id, record FROM clusters ORDER BY created, rowid").fetchall()
+        rows = self._select("SELECT id, record FROM clusters ORDER BY created, rowid")
         return [self._parse(id, record) for id, record in rows]
 
     def note(self, id: str, now: float, text: str) -> None:
@@ -103,10 +114,14 @@ class Registry:
 
     def events(self, id: str, after: int = 0) -> list[tuple[int, float, str]]:
         """(number, Unix seconds, text) of the events with a number above `after`."""
-        with self._transaction() as db:
-            return db.execute(
-                "SELECT n, time, text FROM events WHERE cluster = ? AND n > ? ORDER BY n", (id, after)
-            ).fetchall()
+        return self._select("SELECT n, time, text FROM events WHERE cluster = ? AND n > ? ORDER BY n", id, after)
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=self._busy)
+
+    def _select(self, query: str, *values: object) -> list[Any]:
+        with self._reading, self._explained():
+            return self._reader.execute(query, values).fetchall()
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -140,7 +155,7 @@ class Registry:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._explained():
+        with self._writing, self._explained():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -156,6 +171,11 @@ class Registry:
         except sqlite3.OperationalError as e:
             if "no such" in str(e):  # a table or column of ours is missing
                 raise CorruptObject(_unreadable(self.path, str(e))) from e
+            if "locked" in str(e):
+                raise StoreError(
+                    f"another program has locked {self.path} for more than {self._busy:g} s; end that one (`fuser "
+                    f"{self.path}` names it), then call again"
+                ) from e
             raise StoreError(
                 f"{self.path} cannot be used now: {e}; free some space or mend that, and call again"
             ) from e

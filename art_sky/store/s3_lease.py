@@ -119,6 +119,7 @@ class BucketLease:
         self._clock = clock
         self._renewed = began  # when the last successful renewal began
         self._lost: str | None = None
+        self._failed = ""  # why the last renewal did
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -138,9 +139,10 @@ class BucketLease:
             raise LeaseLost(f"{self._lost}; stop one of the two, then start again")
         silent = self._clock.elapsed() - self._renewed
         if silent > self._record.ttl / 2:
+            why = self._failed or "check the network and whether this machine slept, then start again"
             raise LeaseLost(
                 f"the lease {self.key!r} in {self._store.url} could not be renewed for {silent:.0f} s, so another "
-                "process may take it: check the network and whether this machine slept, then start again"
+                f"process may take it: {why}"
             )
 
     def renew(self) -> None:
@@ -178,7 +180,10 @@ class BucketLease:
             try:
                 self.renew()
             except StoreError as e:
+                self._failed = e.message
                 log.warning("the lease %r was not renewed: %s", self.key, e)  # `check` counts the time
+            else:
+                self._failed = ""
 
     def _look(self) -> None:
         """After a refused renewal: is it another's, or an earlier renewal of our own that came late?"""

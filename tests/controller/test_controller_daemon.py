@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,13 +18,16 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_cloud import FakeWorld
 from local_sshd import MISSING
 from ssh_cloud import SshCloud
 
 from art_sky.config import home
+from art_sky.controller import daemon
 from art_sky.controller.control import ControlClient
 from art_sky.controller.processes import identity
 from art_sky.controller.provider import Wanted
+from art_sky.controller.registry import Registry
 from art_sky.controller.rented import LaunchRequest
 from art_sky.controller.secrets import token_file
 from art_sky.errors import Conflict, CorruptObject, InvalidInput, LaunchFailed, NotFound, VersionMismatch
@@ -256,3 +261,32 @@ def test_a_registry_that_cannot_be_read_starts_no_controller(control: ControlCli
     with pytest.raises(Exception, match="nothing was ended") as e:
         control.status()
     assert not isinstance(e.value, CorruptObject) or "gc --clouds" in e.value.message
+
+
+async def test_a_registry_that_is_locked_for_a_while_ends_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the limits of a machine nor its end depend on whoever has the file open."""
+    monkeypatch.setenv("ART_SKY_HOME", str(tmp_path))
+    monkeypatch.setattr(daemon, "AFTER_ERROR_SECONDS", 0.05)
+    world = FakeWorld(tmp_path / "registry.sqlite")
+    world.provider.script = ["hang"]
+    id = world.launch()
+    world.run(id, lambda c: c.node is not None and c.node.state == "provisioning")
+    world.registry.close()
+    registry = Registry(tmp_path / "registry.sqlite", busy_seconds=0.05)
+    registry.update(id, lambda c: c.model_copy(update={"wanted": "down"}))
+    running = asyncio.create_task(daemon.Daemon(tmp_path, registry, world.provider).run())
+    other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    await asyncio.sleep(1.0)
+    assert not running.done() and world.provider.ends == []
+    asked = await asyncio.to_thread(ControlClient(tmp_path, start=False).status)
+    assert asked[0]["name"] == "run", "what only reads is answered meanwhile"
+    other.execute("ROLLBACK")
+    async with asyncio.timeout(30):
+        while not world.provider.ends:
+            await asyncio.sleep(0.02)
+    await asyncio.to_thread(ControlClient(tmp_path, start=False).stop)
+    await running
+    registry.close()

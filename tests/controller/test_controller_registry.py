@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from fake_cloud import FakeWorld
 
 from art_sky.controller.registry import Registry, moved
 from art_sky.controller.rented import NODE_TRANSITIONS
-from art_sky.errors import CorruptObject, NotFound, VersionMismatch
+from art_sky.errors import CorruptObject, NotFound, StoreError, VersionMismatch
 
 
 @pytest.fixture
@@ -74,6 +75,46 @@ def test_a_newer_format_is_refused_with_the_mend(file: Path) -> None:
     sqlite3.connect(file, isolation_level=None).execute("PRAGMA user_version = 2")
     with pytest.raises(VersionMismatch, match="pip install -U art-sky"):
         Registry(file)
+
+
+def test_a_file_that_another_program_has_locked_is_read_and_its_writers_are_told(file: Path) -> None:
+    registry = Registry(file, busy_seconds=0.05)
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    id = registry.named("run").id
+    assert registry.get(id).name == "run" and registry.events(id) and Registry(file).newest()
+    with pytest.raises(StoreError, match=r"another program has locked .*\(`fuser .*` names it\), then call again"):
+        registry.note(id, 1.0, "x")
+    other.execute("ROLLBACK")
+    registry.note(id, 1.0, "x")
+    assert registry.events(id)[-1][2] == "x"
+
+
+def test_a_full_disk_is_told_and_ends_nothing(file: Path) -> None:
+    registry = Registry(file)
+    registry._db.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(StoreError, match="free some space"):
+        for _ in range(100):
+            registry.note("x", 1.0, "y" * 4000)
+    assert registry.named("run").node is not None
+
+
+def test_records_of_earlier_releases_are_read(file: Path) -> None:
+    """As they were written before nodes had credentials: what came later has its default."""
+    old = json.loads(Registry(file).named("run").model_dump_json())
+    for later in ("store_profile", "store_credential"):
+        del old["request"][later]
+    sqlite3.connect(file, isolation_level=None).execute("UPDATE clusters SET record = ?", (json.dumps(old),))
+    assert Registry(file).named("run").request.store_profile is None
+
+
+def test_an_older_format_is_no_newer_one(file: Path) -> None:
+    """A file from before the tables that this release needs: refused with the next step, and nothing is ended."""
+    sqlite3.connect(file, isolation_level=None).execute("DROP TABLE events")
+    registry = Registry(file)
+    assert registry.named("run").name == "run"
+    with pytest.raises(CorruptObject, match=r"no such table: events\); nothing was ended.*art-sky gc --clouds"):
+        registry.note("x", 1.0, "y")
 
 
 def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
