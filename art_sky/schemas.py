@@ -289,7 +289,8 @@ class RolloutAddress(Wire):
 
 
 class RolloutExchanges(Wire):
-    """What was recorded of a rollout here; without `complete`, another machine served it before, whose part is lost."""
+    """What was recorded of a rollout here. Without `complete` calls are missing: another machine served it before, and
+    its part is lost, or the server's log had no room for them any more."""
 
     exchanges: list[Exchange]
     complete: bool

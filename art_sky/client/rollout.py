@@ -24,9 +24,9 @@ class Rollout:
     time. After the block, `trajectory` holds all calls with their exact tokens. If the block raises, the address is
     closed and there is no trajectory.
 
-    A rented machine that is replaced meanwhile takes what it had recorded with it. The rollout goes on, and its
-    trajectory, which holds the later calls, has the metric `lost_exchanges`; leave it out of training where that
-    matters.
+    A rented machine that is replaced meanwhile takes what it had recorded with it, and the log of a server keeps no
+    more than its newest calls (256 MiB). The rollout goes on, and its trajectory, which holds the later calls, has the
+    metric `lost_exchanges`; leave it out of training where that matters.
     """
 
     def __init__(self, model: TrainableModel[Any]) -> None:
@@ -82,6 +82,6 @@ class Rollout:
         if not record.complete:
             # What was sampled since is as good as ever, and trains; that a part is missing must be seen.
             made.metrics["lost_exchanges"] = True
-            made.log("its machine was replaced: calls from before that are no part of this trajectory")
-            log.warning("a machine was replaced during the rollout %s: its calls from before that are lost", self.id)
+            made.log("its machine was replaced, or its log was full: earlier calls are no part of this trajectory")
+            log.warning("earlier calls of the rollout %s are lost: its machine was replaced, or its log full", self.id)
         self._trajectory = made

@@ -194,8 +194,8 @@ def _rollout_routes(router: APIRouter, server: Server) -> None:
     @router.get("/rollouts/{rollout}/exchanges")
     async def rollout_exchanges(rollout: str) -> RolloutExchanges:
         """Calls whose reply reached the agent, and whether those are all that this rollout ever had."""
-        exchanges = await server.exchanges.of_rollout(rollout)
-        return RolloutExchanges(exchanges=exchanges, complete=server.rollouts.opened_here(rollout))
+        exchanges, kept = await server.gateway.exchanges_of(rollout)
+        return RolloutExchanges(exchanges=exchanges, complete=kept and server.rollouts.opened_here(rollout))
 
     @router.delete("/rollouts/{rollout}", status_code=204)
     async def close_rollout(rollout: str) -> Response:

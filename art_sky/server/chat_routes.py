@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.background import BackgroundTask
 
 from art_sky.errors import ArtSkyError
+from art_sky.server.connection import Handover
 from art_sky.server.gateway import Gateway, Plan, Progress
 from art_sky.server.openai_fields import ChatRequest
 from art_sky.server.rollouts import Rollout
@@ -24,6 +24,7 @@ log = logging.getLogger("art_sky.server")
 
 T = TypeVar("T")
 _CLIENT_LEFT = 499
+_DONE = b"data: [DONE]\n\n"
 _RETRIES = "x-stainless-retry-count"  # OpenAI's clients say with it that they ask again
 
 
@@ -90,26 +91,58 @@ async def _complete(gateway: Gateway, body: ChatRequest, request: Request, rollo
         if not body.stream:
             if await _while_connected(request, _drain(events)) is None:
                 return Response(status_code=_CLIENT_LEFT)
-            # Run when all of it was handed to the connection.
-            return AsciiJSON(_whole(plan), headers=headers, background=BackgroundTask(gateway.delivered, plan))
+            return _Whole(gateway, plan, headers)
         # The first event before the status line, so that what fails at once is a plain error reply.
         first = await _while_connected(request, anext(events, None))
         if first is None:
             return Response(status_code=_CLIENT_LEFT)
         keep = stack.pop_all()
-        return _Stream(_sse(gateway, plan, first, events), keep, headers)
+        return _Stream(gateway, plan, _chain(first, events), keep, headers)
+
+
+class _Whole(AsciiJSON):
+    """Part of its rollout when all of it was handed over."""
+
+    def __init__(self, gateway: Gateway, plan: Plan, headers: dict[str, str]) -> None:
+        super().__init__(
+            {**_head(plan, "chat.completion"), "choices": plan.choices(), "usage": plan.usage()}, 200, headers
+        )
+        self._gateway, self._plan = gateway, plan
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        handover = Handover(scope, send)
+        await super().__call__(scope, receive, handover.send)
+        await self._gateway.delivered(self._plan, handover)
 
 
 class _Stream(StreamingResponse):
-    """Ends the sampling also when the client left before the first byte."""
+    """Likewise. Ends the sampling also when the client left before the first byte."""
 
-    def __init__(self, body: AsyncIterator[bytes], keep: contextlib.AsyncExitStack, headers: dict[str, str]) -> None:
-        super().__init__(body, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
+    def __init__(
+        self,
+        gateway: Gateway,
+        plan: Plan,
+        events: AsyncIterator[Progress],
+        keep: contextlib.AsyncExitStack,
+        headers: dict[str, str],
+    ) -> None:
+        headers = {**headers, "cache-control": "no-cache"}
+        super().__init__(self._body(gateway, plan, events), media_type="text/event-stream", headers=headers)
         self._keep = keep
+        self._handover: Handover
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._handover = Handover(scope, send)
         async with self._keep:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, self._handover.send)
+
+    async def _body(self, gateway: Gateway, plan: Plan, events: AsyncIterator[Progress]) -> AsyncIterator[bytes]:
+        ended = False
+        async for event in _sse(plan, events):
+            ended = event == _DONE
+            yield event
+        if ended:  # asked for more, so that the last of it was sent
+            await gateway.delivered(plan, self._handover)
 
 
 async def _drain(events: AsyncIterator[Progress]) -> bool:
@@ -124,7 +157,7 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T | None:
     leaving = asyncio.create_task(_left(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return None if leaving.done() else working.result()
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -136,11 +169,8 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _whole(plan: Plan) -> dict[str, Any]:
-    return {**_head(plan, "chat.completion"), "choices": plan.choices(), "usage": plan.usage()}
-
-
-async def _sse(gateway: Gateway, plan: Plan, first: Progress, events: AsyncIterator[Progress]) -> AsyncIterator[bytes]:
+async def _sse(plan: Plan, events: AsyncIterator[Progress]) -> AsyncIterator[bytes]:
+    """Server-sent events; the last is _DONE, unless it failed."""
     head = _head(plan, "chat.completion.chunk")
     if plan.usage_wanted:
         head["usage"] = None
@@ -148,7 +178,7 @@ async def _sse(gateway: Gateway, plan: Plan, first: Progress, events: AsyncItera
     shown = [0] * len(plan.replies)  # tokens whose logprobs are out
     calls = [0] * len(plan.replies)
     try:
-        async for event in _chain(first, events):
+        async for event in events:
             i = event.index
             if i is None:
                 yield b": waiting\n\n"
@@ -175,9 +205,7 @@ async def _sse(gateway: Gateway, plan: Plan, first: Progress, events: AsyncItera
         yield _event({**head, "choices": [{**last, **reply.capture(plan.prompt_ids, plan.sampling(i))}]})
     if plan.usage_wanted:
         yield _event({**head, "choices": [], "usage": plan.usage()})
-    yield b"data: [DONE]\n\n"
-    # Asked for more: the last of it was handed to the connection.
-    await gateway.delivered(plan)
+    yield _DONE
 
 
 async def _chain(first: Progress, events: AsyncIterator[Progress]) -> AsyncIterator[Progress]:

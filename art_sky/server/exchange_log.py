@@ -4,7 +4,8 @@
 parsing prompts. A line is written before the reply and reaches the disk within 100 ms (or before the reply, by
 option). What became of a rollout's reply follows in a line of its own: `{"delivered":ID}` when all of it was handed to
 its connection, `{"withdrawn":ID}` when its caller asked the same again. A full file becomes `exchanges.1.jsonl` and so
-on; the oldest is deleted.
+on; the oldest is deleted. Before that, the rollouts that lose a received reply with it are written to `lost.jsonl`, a
+line for each file: [one of its completions, rollouts], so that a rollout with a gap is known for one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import re
 import threading
@@ -19,11 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from art_sky.errors import CorruptObject, NoDiskSpace, NotFound, StoreError
+from art_sky.errors import ArtSkyError, CorruptObject, NoDiskSpace, NotFound, StoreError
 from art_sky.schemas import Exchange
 from art_sky.server.wire_json import dumps, loads
 
 FSYNC_SECONDS = 0.1
+KEPT_LOST = 100_000  # rollouts that are known to have a gap
 _HEAD = re.compile(
     rb'\{"completion_id":"([^"]+)","created":[^,]+,"project":"[^"]*","model":"[^"]*","rollout":(?:"([^"]+)"|null),'
 )
@@ -40,6 +43,8 @@ class ExchangeLog:
         self._place: dict[str, tuple[int, int, int]] = {}  # completion id -> file number, offset, length
         self._rollouts: dict[str, list[str]] = {}
         self._marks: dict[Mark, set[str]] = {"delivered": set(), "withdrawn": set()}
+        self._lost: dict[str, None] = {}  # rollouts with a gap, in the order in which they got it
+        self._lost_path = folder / "lost.jsonl"
         self._number = 0  # of the newest file; older ones count down
         self._fsync: asyncio.Task[None] | None = None
         with _disk_errors("open", self._path):
@@ -47,6 +52,7 @@ class ExchangeLog:
             for age in range(files - 1, -1, -1):
                 if self._file(age).exists():
                     self._load(age)
+            self._load_lost()
             self._out: BinaryIO = self._path.open("ab", buffering=0)
 
     async def append(self, exchange: Exchange) -> None:
@@ -59,34 +65,47 @@ class ExchangeLog:
         """Raises NotFound for a completion that is unknown, or so old that its file was deleted."""
         return await asyncio.to_thread(self._read, completion_id)
 
-    async def of_rollout(self, rollout: str) -> list[Exchange]:
-        """Those whose reply reached the agent, as far as can be told, in the order in which they ended.
+    async def of_rollout(self, rollout: str) -> tuple[list[Exchange], bool]:
+        """Those whose reply reached the agent, as far as can be told, in the order in which they ended, and whether
+        none of these is gone with a file that was deleted.
 
         One that was cut is no part of what the agent did, and must not be trained.
         """
-        ids = self._rollouts.get(rollout, [])
         received = self._marks["delivered"] - self._marks["withdrawn"]
-        return [await self.find(id) for id in ids if id in received]
+        found = [e for id in self._rollouts.get(rollout, []) if id in received and (e := await self._kept(id))]
+        return found, rollout not in self._lost
 
-    async def delivered(self, completion_id: str) -> None:
+    async def delivered(self, completion_id: str, rollout: str) -> None:
         """All of a reply of a rollout was handed to its connection. Known at once, then written."""
-        await self._mark("delivered", completion_id)
+        if completion_id in self._place:
+            await self._mark("delivered", completion_id)
+        else:  # it took so long that its record is gone
+            await asyncio.to_thread(self._lose, completion_id, [rollout])
 
     async def withdraw_alike(
         self, rollout: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> None:
         """The agent's client asks again for what got no reply: the earlier one was lost on its way, unseen from here.
 
-        Which of several alike it was cannot be told, so that none of them counts.
+        Which of several alike it was cannot be told, so that none of them counts; nor does one whose last bytes are
+        still on their way.
         """
-        for exchange in await self.of_rollout(rollout):
-            if exchange.messages == messages and (exchange.tools or None) == (tools or None):
-                await self._mark("withdrawn", exchange.completion_id)
+        for id in [id for id in self._rollouts.get(rollout, []) if id not in self._marks["withdrawn"]]:
+            exchange = await self._kept(id)
+            if exchange and exchange.messages == messages and (exchange.tools or None) == (tools or None):
+                await self._mark("withdrawn", id)
 
     async def close(self) -> None:
         if self._fsync is not None:
             await self._fsync
         self._out.close()
+
+    async def _kept(self, completion_id: str) -> Exchange | None:
+        """None for one whose file was deleted meanwhile."""
+        try:
+            return await self.find(completion_id)
+        except NotFound:
+            return None
 
     async def _mark(self, mark: Mark, completion_id: str) -> None:
         self._marks[mark].add(completion_id)
@@ -142,18 +161,55 @@ class ExchangeLog:
 
     def _rotate(self) -> None:
         os.fsync(self._out.fileno())
+        oldest = self._number - self._files + 2  # that is kept
+        gone = {id for id, p in self._place.items() if p[0] < oldest}
+        received = gone & (self._marks["delivered"] - self._marks["withdrawn"])
+        losers = [r for r, ids in self._rollouts.items() if not received.isdisjoint(ids)]
+        if losers:
+            self._write_lost(next(iter(gone)), losers)
         self._out.close()
         for age in range(self._files - 1, 0, -1):
             if self._file(age - 1).exists():
                 self._file(age - 1).replace(self._file(age))
         self._number += 1
-        oldest = self._number - self._files + 1
         self._place = {id: p for id, p in self._place.items() if p[0] >= oldest}
         kept = {r: [id for id in ids if id in self._place] for r, ids in self._rollouts.items()}
         self._rollouts = {r: ids for r, ids in kept.items() if ids}
         for marked in self._marks.values():
             marked.intersection_update(list(self._place))
         self._out = self._path.open("ab", buffering=0)
+
+    def _lose(self, completion_id: str, rollouts: list[str]) -> None:
+        with self._lock, _disk_errors("write", self._lost_path):
+            self._write_lost(completion_id, rollouts)
+
+    def _write_lost(self, gone: str, rollouts: list[str]) -> None:
+        """Raises OSError; nothing may be deleted then."""
+        with self._lost_path.open("ab") as file:
+            file.write(dumps([gone, rollouts]).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._lost.update(dict.fromkeys(rollouts))
+        self._forget_lost()
+
+    def _forget_lost(self) -> None:
+        for rollout in list(itertools.islice(self._lost, max(len(self._lost) - KEPT_LOST, 0))):
+            del self._lost[rollout]
+
+    def _load_lost(self) -> None:
+        if not self._lost_path.exists():
+            return
+        for line in self._lost_path.read_bytes().splitlines():
+            try:
+                gone, rollouts = loads(line)
+            except (ArtSkyError, ValueError):
+                continue  # the server died in the middle of a write, before anything was deleted
+            if gone not in self._place:
+                self._lost.update(dict.fromkeys(rollouts))
+        self._forget_lost()
+        scratch = self._lost_path.with_suffix(".new")
+        scratch.write_bytes(dumps(["", list(self._lost)]).encode() + b"\n")
+        scratch.replace(self._lost_path)
 
     def _load(self, age: int) -> None:
         path, offset = self._file(age), 0

@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from art_sky.errors import Busy, PromptTooLong, Unsupported
 from art_sky.inference.protocol import Engine, GenerateEnd, GenerateRequest, TokenDelta
 from art_sky.schemas import AdapterRef, Exchange, Sampling
 from art_sky.server.activity import Activity
+from art_sky.server.connection import POLL_SECONDS, Handover
 from art_sky.server.detokenize import StopStrings
 from art_sky.server.exchange_log import ExchangeLog
 from art_sky.server.models import Registry, ServedModel
@@ -26,6 +28,7 @@ from art_sky.server.splice import Recorded, SpliceIndex
 from art_sky.server.tools import Part, ReplyParser
 
 HEARTBEAT_SECONDS = 15.0
+LEAVING_SECONDS = 5.0  # the list of a rollout's calls waits so long for a reply that nobody reads
 
 
 @dataclass
@@ -93,6 +96,7 @@ class Gateway:
         self._first_token_seconds, self._token_seconds = first_token_seconds, token_seconds
         self.index = SpliceIndex()
         self.replies = 0
+        self._leaving: Counter[str] = Counter()  # rollout -> replies of which a part may still be in this process
 
     @contextlib.asynccontextmanager
     async def plan(self, body: ChatRequest, rollout: Rollout | None) -> AsyncIterator[Plan]:
@@ -159,10 +163,28 @@ class Gateway:
         """The agent's client repeats a call of this rollout whose reply it never got."""
         await self._log.withdraw_alike(rollout.id, body.messages, body.tools)
 
-    async def delivered(self, plan: Plan) -> None:
-        """The whole reply was handed to the agent's connection: from now on it is part of its rollout."""
-        if plan.rollout is not None:
-            await self._log.delivered(plan.completion_id)
+    async def delivered(self, plan: Plan, handover: Handover) -> None:
+        """The last of a reply was sent: it is part of its rollout once all of it has left this process."""
+        if plan.rollout is None:
+            return
+        id = plan.rollout.id
+        self._leaving[id] += 1
+        try:
+            if await handover.whole():
+                await self._log.delivered(plan.completion_id, id)
+        finally:
+            self._leaving[id] -= 1
+            if not self._leaving[id]:
+                del self._leaving[id]
+
+    async def exchanges_of(self, rollout: str) -> tuple[list[Exchange], bool]:
+        """Calls whose reply the agent got, in the order in which they ended; and whether they are all that it got."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING_SECONDS):
+                # An agent that has read its reply may ask before we know that.
+                while rollout in self._leaving:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
+        return await self._log.of_rollout(rollout)
 
     def stats(self) -> dict[str, int]:
         return {"replies": self.replies, "prompts_spliced": self.index.spliced, "prompts_split": self.index.split}

@@ -23,6 +23,7 @@ from art_sky import __version__
 from art_sky.config import ServerConfig, explain
 from art_sky.errors import ArtSkyError, Conflict, InvalidConfig
 from art_sky.server.app import create_app
+from art_sky.server.connection import Protocol
 from art_sky.server.parts import Parts, real_parts
 from art_sky.server.server import Server
 
@@ -59,6 +60,7 @@ async def serve(config: ServerConfig, parts: Parts, listening: socket.socket, ow
     http = _Http(
         uvicorn.Config(
             create_app(server),
+            http=Protocol,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -176,14 +176,16 @@ async def test_exchange_log_rotates_and_reloads(tmp_path: Path) -> None:
     log = ExchangeLog(tmp_path, file_bytes=1000, files=3)
     for i in range(30):
         await log.append(an_exchange(f"c{i}", "r" if i % 2 else None, "\ud800" * 10))
-        await log.delivered(f"c{i}")
+        await log.delivered(f"c{i}", "r")
     await log.close()
     with (tmp_path / "exchanges.jsonl").open("ab") as f:
         f.write(b'{"completion_id":"torn","created":1.5,"project":"p","model":"m@0","rollout":null,"mess')
     for n in range(2):
         log = ExchangeLog(tmp_path, file_bytes=1000, files=3)
         assert (await log.find("c29")).messages[0]["content"] == "\ud800" * 10
-        kept = [e.completion_id for e in await log.of_rollout("r")]
+        found, complete = await log.of_rollout("r")
+        kept = [e.completion_id for e in found]
+        assert not complete, "of the calls that the agent got some are gone"
         assert kept == [f"c{i}" for i in range(30) if i % 2][-len(kept) :] and 3 <= len(kept) < 15
         for missing in ("c0", "torn", "never"):
             with pytest.raises(NotFound):
@@ -192,6 +194,54 @@ async def test_exchange_log_rotates_and_reloads(tmp_path: Path) -> None:
         assert (await log.find(f"later{n}")).model == "m@0"
         await log.close()
     assert not (tmp_path / "exchanges.3.jsonl").exists() and (tmp_path / "exchanges.2.jsonl").exists()
+
+
+async def test_a_rollout_that_lost_calls_with_a_file_is_known_for_it(tmp_path: Path) -> None:
+    """Exactly: by its own calls that the agent got, whenever they were lost, over restarts."""
+
+    async def complete(log: ExchangeLog, rollout: str) -> bool:
+        return (await log.of_rollout(rollout))[1]
+
+    log = ExchangeLog(tmp_path, file_bytes=1000, files=3)
+    for rollout in ("whole", "cut", "again", "late"):  # the first calls, which will be gone
+        await log.append(an_exchange(f"{rollout}-1", rollout))
+    await log.delivered("whole-1", "whole")
+    await log.delivered("again-1", "again")
+    await log.withdraw_alike("again", [{"role": "user", "content": "x"}], None)
+    for i in range(30):
+        await log.append(an_exchange(f"c{i}", "new" if i == 29 else None, "y" * 20))
+    await log.delivered("c29", "new")
+    for _ in range(2):
+        assert await log.of_rollout("whole") == ([], False), "not a single call is left, and that is told"
+        assert await complete(log, "cut"), "a reply that the agent never got is no loss"
+        assert await complete(log, "again") and await complete(log, "never-was")
+        assert [e.completion_id for e in (await log.of_rollout("new"))[0]] == ["c29"] and await complete(log, "new")
+        assert await complete(log, "late")
+        await log.close()
+        # A server that died before the file was deleted, and in the middle of the line.
+        with (tmp_path / "lost.jsonl").open("ab") as f:
+            f.write(b'["c29",["new"]]\n["c0",["cu')
+        log = ExchangeLog(tmp_path, file_bytes=1000, files=3)
+    await log.delivered("late-1", "late")  # the agent took its time
+    assert not await complete(log, "late")
+    await log.close()
+    assert not await complete(ExchangeLog(tmp_path, file_bytes=1000, files=3), "late")
+
+
+async def test_a_gap_that_cannot_be_written_down_is_not_made(tmp_path: Path) -> None:
+    log = ExchangeLog(tmp_path, file_bytes=500, files=2)
+    (tmp_path / "lost.jsonl").mkdir()
+    await log.append(an_exchange("first", "r"))
+    await log.delivered("first", "r")
+    with pytest.raises(StoreError):
+        for i in range(30):
+            await log.append(an_exchange(f"c{i}"))
+    assert [e.completion_id for e in (await log.of_rollout("r"))[0]] == ["first"]
+    (tmp_path / "lost.jsonl").rmdir()
+    for i in range(30):
+        await log.append(an_exchange(f"d{i}"))
+    assert await log.of_rollout("r") == ([], False)
+    await log.close()
 
 
 async def test_full_disk_holds_the_reply_back(server: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
