@@ -11,7 +11,7 @@ import click
 from art_sky.cli.output import duration, json_option, print_json, stderr, stdout
 from art_sky.cli.server_options import server_config, server_options
 from art_sky.config import Limits
-from art_sky.errors import InvalidConfig
+from art_sky.errors import Conflict
 
 if TYPE_CHECKING:
     from art_sky.controller.rented import LaunchRequest
@@ -92,6 +92,7 @@ def _local(name: str, as_json: bool, given: dict[str, Any]) -> None:
     from art_sky.controller.cloud import LaunchConfig
     from art_sky.controller.clouds.local import LocalCloud
 
+    _refuse_rented(name)
     local = LocalCloud()
     given["idle_minutes"] = LOCAL_IDLE_MINUTES if given["idle_minutes"] is None else given["idle_minutes"]
     server = server_config(given, state_dir=str(local.folder(name) / "state"))
@@ -106,6 +107,24 @@ def _local(name: str, as_json: bool, given: dict[str, Any]) -> None:
     out.print(f"  ends after   {server.idle_minutes:g} minutes without work", soft_wrap=True)
     out.print(f'Use it from agent code:  backend = art_sky.connect("{name}")', markup=False)
     out.print(f"Next:  art-sky status   |   art-sky logs -f {name}   |   art-sky down {name}", markup=False)
+
+
+def _refuse_rented(name: str) -> None:
+    """One name is one cluster, wherever it is."""
+    from art_sky.controller.registry import Registry, registry_file
+    from art_sky.controller.views import is_over
+
+    if not registry_file().exists():
+        return
+    registry = Registry(registry_file())
+    try:
+        found = registry.find(name)
+    finally:
+        registry.close()
+    if found is not None and not is_over(found):
+        raise Conflict(
+            f"a rented cluster {name!r} is up; use it, end it with `art-sky down {name}`, or take another name"
+        )
 
 
 def _rented(name: str, clouds: list[str], rented: dict[str, Any], as_json: bool, given: dict[str, Any]) -> None:
@@ -167,18 +186,15 @@ def _kept_file(file: TextIO | None) -> str | None:
 
 def launch_request(name: str, clouds: list[str], rented: dict[str, Any], given: dict[str, Any]) -> LaunchRequest:
     """A LaunchRequest from what was given on the command line. Raises InvalidConfig naming the option."""
+    from art_sky.controller.plan import check_store
     from art_sky.controller.rented import LaunchRequest
 
     if rented["spot"] and rented["spot_only"]:
         raise click.UsageError("give --spot or --spot-only, not both")
     limits = {key: rented[key] for key in ("budget", "max_hours", "orphan_minutes", "setup_minutes")}
     limits["idle_minutes"] = given.pop("idle_minutes")
+    check_store(given["store"], shares_files=False)
     server = server_config(given, state_dir="unused")
-    if given["store"] is None or not server.store.startswith("s3://"):
-        raise InvalidConfig(
-            "a rented machine needs a store that outlives it: --store s3://BUCKET/PREFIX; infra/aws makes a bucket "
-            "and a role for it, `art-sky check URL` tries one out"
-        )
     values = {
         "name": name,
         "clouds": clouds,

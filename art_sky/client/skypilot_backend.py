@@ -132,9 +132,11 @@ def _request(
 
 def _plan(request: LaunchRequest) -> Plan:
     from art_sky.controller.__main__ import make_provider
-    from art_sky.controller.plan import make_plan
+    from art_sky.controller.plan import check_store, make_plan
 
-    return make_plan(request, make_provider().offers(request.wanted()))
+    provider = make_provider()
+    check_store(request.store, provider.shares_files)
+    return make_plan(request, provider.offers(request.wanted()))
 
 
 def _begin(request: LaunchRequest, plan: Plan, store_env: dict[str, str] | None) -> str:

@@ -14,6 +14,8 @@ from art_sky.node.records import LedgerEntry
 
 # A node writes its entry each minute; one that was silent for so long has neither server nor ledger.
 SILENT_SECONDS = 3600.0
+# So far apart may be the clocks of those who wrote a time and of this computer.
+SKEW_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def judge(
     until = _until(machine, entry)
     if entry is not None and entry.closed_unix is not None:
         return Verdict(True, "the ledger has it as closed")
-    if entry is not None and until is not None and now > until:
+    if entry is not None and until is not None and now > until + SKEW_SECONDS:
         return Verdict(True, "its limits are over, by the ledger")
     if entry is not None and now - entry.seen_unix > SILENT_SECONDS:
         return Verdict(True, f"it has written nothing into the ledger for {(now - entry.seen_unix) / 60:.0f} minutes")
@@ -42,7 +44,7 @@ def judge(
         return Verdict(False, "it is at work, by the ledger; another computer may watch it")
     if until is None:
         return Verdict(False, "only its name says that it may be ours")
-    if now <= until:
+    if now <= until + SKEW_SECONDS:
         return Verdict(False, "by its label its time is not over; give its --store to know more")
     if store_read:
         return Verdict(True, "its time is over by its label, and the store shows no extension")

@@ -19,6 +19,7 @@ from art_sky.controller.cloud_table import cloud_facts
 from art_sky.controller.provider import Offer
 from art_sky.controller.rented import LaunchRequest
 from art_sky.errors import BudgetTooSmall, InvalidConfig, NoCapacity
+from art_sky.store.s3_location import parse_location
 
 # From the watchdog's word, or its last sign of life, to the machine's end where only the guard is left.
 GUARD_MINUTES = 15.0
@@ -84,6 +85,23 @@ def make_plan(request: LaunchRequest, offers: list[Offer]) -> Plan:
     refused = [c for c in affordable if c.refused is not None and c.offer.price <= shown[-1].offer.price]
     worst = max(c.worst for c in shown)
     return Plan(sorted([*shown, *refused[:MAX_CANDIDATES]], key=lambda c: c.offer.price), request.limits, worst)
+
+
+def check_store(url: str | None, shares_files: bool) -> None:
+    """Raises InvalidConfig for a store that the machines could not reach; `shares_files` as of the provider."""
+    if shares_files and url is not None:
+        return
+    if url is None or not url.startswith("s3://"):
+        raise InvalidConfig(
+            "a rented machine needs a store that outlives it: --store s3://BUCKET/PREFIX; infra/aws makes a bucket "
+            "and a role for it, `art-sky check URL` tries one out"
+        )
+    profile = parse_location(url).profile
+    if profile is not None:
+        raise InvalidConfig(
+            f"the store's URL names the profile {profile!r} of this computer, which no machine has: leave it out, and "
+            f"give --store-profile {profile} to send its credential there"
+        )
 
 
 def worst_case(limits: Limits, price: float) -> float:

@@ -81,6 +81,8 @@ class Machine:
 
 
 class Provider(Protocol):
+    shares_files: bool  # its machines see the files of this computer, so that a folder may be the store
+
     def check(self) -> dict[str, str | None]:
         """Enabled clouds; a value is why one cannot be used, with the next step. Raises ProviderUnavailable."""
         ...

@@ -18,6 +18,7 @@ from art_sky.server.chat_routes import chat_router
 from art_sky.server.security import Guard
 from art_sky.server.server import Server
 from art_sky.server.wire_json import AsciiJSON
+from art_sky.store.os_errors import full_disk
 
 log = logging.getLogger("art_sky.server")
 
@@ -43,6 +44,7 @@ def create_app(server: Server) -> FastAPI:
     app.add_exception_handler(ArtSkyError, _known)
     app.add_exception_handler(RequestValidationError, _unreadable)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(OSError, _system)
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(Guard, token=server.token, rollouts=server.rollouts)
     return app
@@ -73,6 +75,13 @@ async def _http(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         message = f"{request.method} {request.url.path[:200]} is not a route of this server; /openapi.json lists them"
     return AsciiJSON(kind(str(message)).to_wire(), error.status_code, error.headers)
+
+
+async def _system(request: Request, error: Exception) -> Response:
+    """A full disk is no defect of the server."""
+    assert isinstance(error, OSError)
+    known = full_disk(error)
+    return await (_unexpected(request, error) if known is None else _known(request, known))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

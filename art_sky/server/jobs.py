@@ -38,6 +38,7 @@ from art_sky.server.vocabulary import Vocabulary
 from art_sky.store.batches import decode_batch, encode_batch
 from art_sky.store.failed import MAX_DEATHS
 from art_sky.store.model_store import FINAL_OUTCOMES, Outcome
+from art_sky.store.os_errors import full_disk
 from art_sky.store.progress import Progress
 
 log = logging.getLogger("art_sky.server")
@@ -228,9 +229,8 @@ class Jobs:
                 job.fail(e, again=isinstance(e, StoreError))
             except Exception as e:
                 log.exception("train request %s", job.record.request)
-                job.fail(
-                    ArtSkyError(f"the server failed ({type(e).__name__}: {e}); see its log, then try again"), again=True
-                )
+                failed = ArtSkyError(f"the server failed ({type(e).__name__}: {e}); see its log, then try again")
+                job.fail(full_disk(e) or failed, again=True)
 
     async def _run(self, job: LiveJob) -> None:
         """One attempt. Errors that end the job are raised."""

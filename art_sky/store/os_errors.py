@@ -26,6 +26,14 @@ _NEXT_STEP = {
 }
 
 
+def full_disk(error: BaseException) -> NoDiskSpace | None:
+    """What to say where that is what is wrong."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = f" ({error.filename})" if error.filename else ""
+    return NoDiskSpace(f"the disk of the server is full{where}: free some space, then try again; nothing was changed")
+
+
 def store_error(error: OSError, what: str, where: Path) -> StoreError:
     """`what` was being done in the folder `where`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -85,10 +85,13 @@ def test_the_registry_confirms(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("label", "entry", "orphan", "why"),
     [
-        (-60, None, True, "shows no extension"),
+        (-660, None, True, "shows no extension"),
         (+60, None, False, "not over"),
-        (-60, lambda now: {"until_unix": now + 3600}, False, "at work"),
-        (-60, lambda now: {"until_unix": now - 30}, True, "limits are over"),
+        (-660, lambda now: {"until_unix": now + 3600}, False, "at work"),
+        (-660, lambda now: {"until_unix": now - 630}, True, "limits are over"),
+        # A node whose clock is 5 minutes behind: it is in its last flush.
+        (-240, lambda now: {"until_unix": now - 240, "seen_unix": now - 300}, False, "at work"),
+        (-240, None, False, "not over"),
         (+60, lambda now: {"closed_unix": now}, True, "closed"),
         (+9000, lambda now: {"seen_unix": now - 7200}, True, "written nothing"),
         (+9000, lambda now: {}, False, "at work"),
@@ -114,7 +117,7 @@ def test_the_ledger_in_the_store_confirms(
 def test_without_the_store_a_label_alone_ends_nothing_and_the_user_may_pick(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    machine("artsky-a-1", time.time() - 60)
+    machine("artsky-a-1", time.time() - 660)
     machine("artsky-b-1")
     assert not any(orphan for orphan, _ in verdicts(capsys, "--delete").values()) and ENDED == []
     assert run("gc", "--clouds", "--end", "artsky-b-1") == 0 and ENDED == ["artsky-b-1"]

@@ -14,7 +14,8 @@ from art_sky.controller import launching
 from art_sky.controller.clouds import sky_catalog
 from art_sky.controller.plan import Plan
 from art_sky.controller.provider import Offer
-from art_sky.controller.rented import LaunchRequest
+from art_sky.controller.registry import Registry, registry_file
+from art_sky.controller.rented import LaunchRequest, RentedCluster
 
 pytestmark = pytest.mark.usefixtures("here")
 STORE = ["--store", "s3://bucket/agent"]
@@ -89,6 +90,8 @@ H100 = ["--gpu", "H100", "--cloud", "aws"]
     [
         (H100, "needs a store that outlives it: --store s3://"),
         ([*H100, "--store", "runs"], "needs a store that outlives it: --store s3://"),
+        ([*H100, "--store", "file:///runs"], "needs a store that outlives it: --store s3://"),
+        ([*H100, "--store", "s3://bucket/p?profile=lab"], "leave it out, and give --store-profile"),
         ([*H100, "--spot", "--spot-only", *STORE], "give --spot or --spot-only"),
         (["--budget", "20"], "--budget is for rented machines"),
         (["--cloud", "local,aws"], "--cloud local goes with no other cloud"),
@@ -140,3 +143,13 @@ def test_a_profile_of_this_computer_gives_the_credential(
     (tmp_path / "key").write_text("AWS_ACCESS_KEY_ID=a\nAWS_SECRET_ACCESS_KEY=s\n")
     assert run(*arguments, "--store-profile", "runs", "--store-credential", "key") == 2
     assert "not both" in capsys.readouterr().err
+
+
+def test_a_name_of_a_rented_cluster_is_not_taken_by_a_local_one(capsys: pytest.CaptureFixture[str]) -> None:
+    registry = Registry(registry_file())
+    request = LaunchRequest(name="night", store="s3://bucket/p")
+    up = RentedCluster(name="night", id="artsky-1", wanted="up", created=1.0, request=request, plan=[], port=1)
+    registry.add(up)
+    registry.close()
+    assert run("launch", "night") == 1
+    assert "a rented cluster 'night' is up; use it, end it with `art-sky down night`" in capsys.readouterr().err

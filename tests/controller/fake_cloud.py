@@ -120,6 +120,8 @@ class FakeProvider:
     created (an error although it was created), died (the provider's server, after that), hang, broken.
     `end_failures`: so many calls of `end` fail. `asks_fail`: `find` and `list` fail while it is set."""
 
+    shares_files = False
+
     def __init__(self, clock: FakeClock, fuse: Fuse) -> None:
         self._clock, self._fuse = clock, fuse
         self.machines: dict[str, FakeMachine] = {}

@@ -83,6 +83,8 @@ def cloud_folder() -> Path:
 
 
 class SshCloud:
+    shares_files = True
+
     def __init__(self) -> None:
         # These machines are made and gone at once, so that nothing need be waited for.
         reconcile.SETTLE_SECONDS, reconcile.ABANDONED_SECONDS = 1.0, 3.0

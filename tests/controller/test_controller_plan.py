@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import art_sky
 from art_sky.config import Limits
 from art_sky.controller.cloud_table import CLOUDS, cloud_facts
-from art_sky.controller.plan import GUARD_MINUTES, make_plan, worst_case
+from art_sky.controller.plan import GUARD_MINUTES, check_store, make_plan, worst_case
 from art_sky.controller.provider import Offer
 from art_sky.controller.rented import LaunchRequest
 from art_sky.errors import BudgetTooSmall, InvalidConfig, NoCapacity
@@ -104,3 +107,25 @@ def test_every_cloud_of_the_table_is_safe_with_its_key_or_says_why_not() -> None
         assert facts.is_safe(key_on_node=True), facts.name
         assert facts.is_safe(key_on_node=False) or facts.note
     assert not cloud_facts("nowhere").is_safe(key_on_node=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        (None, "needs a store that outlives it"),
+        ("file:///runs", r"needs a store that outlives it: --store s3://"),
+        ("s3://bucket/p?profile=lab", r"give --store-profile lab"),
+    ],
+)
+def test_a_store_that_no_machine_could_reach_is_refused(url: str | None, says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says):
+        check_store(url, shares_files=False)
+    check_store("s3://bucket/p?region=eu-west-1", shares_files=False)
+    check_store("file:///runs", shares_files=True)
+
+
+async def test_nor_is_one_taken_from_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ART_SKY_HOME", str(tmp_path))
+    with pytest.raises(InvalidConfig, match="needs a store that outlives it"):
+        await art_sky.SkyPilotBackend.initialize_cluster(cluster_name="run", store="file:///runs", clouds=["aws"])
+    assert list(tmp_path.iterdir()) == [], "no controller, no intent"

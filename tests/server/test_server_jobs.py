@@ -295,3 +295,22 @@ async def test_init_failure_leaves_nothing(tiny_model: Path, tmp_path: Path) -> 
         assert (await h.register()).status_code == 503
         assert not (tmp_path / "store" / "p").exists()
         assert (await h.register()).status_code == 200
+
+
+async def test_a_full_disk_of_the_server_is_one_line_and_the_same_request_goes_on_later(
+    server: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "work/batch")
+
+    batch = await server.upload([GROUP])
+    monkeypatch.setattr("art_sky.server.jobs._fetch_batch", full)
+    await server.train("r1", batch)
+    error = (await server.finish("r1"))["error"]
+    assert error["code"] == "no_disk_space" and "work/batch" in error["message"] and "free some" in error["message"]
+    monkeypatch.setattr("art_sky.server.api._receive", full)
+    reply = await server.client.put("/api/v1/models/p/agent/blobs/" + "0" * 64, content=b"x")
+    assert reply.status_code == 507 and reply.json()["error"]["code"] == "no_disk_space"
+    monkeypatch.undo()
+    await server.train("r1", batch)
+    assert (await server.finish("r1"))["state"] == "committed"

@@ -42,6 +42,8 @@ _KEYED_CLOUDS = ("aws", "azure", "gcp", "kubernetes", "nebius", "oci", "slurm", 
 class SkyPilotProvider:
     """`environment` is what SkyPilot's client sees, `worker` the command that makes one call; tests bring theirs."""
 
+    shares_files = False
+
     def __init__(
         self,
         folder: Path | None = None,
