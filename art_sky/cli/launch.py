@@ -49,7 +49,8 @@ def _limit(name: str) -> str:
 @click.option("--cpus", metavar="N", help="8 for exactly, 8+ for at least.")
 @click.option("--memory", metavar="GIB", help="32 for exactly, 32+ for at least.")
 @click.option("--disk", type=click.IntRange(30), metavar="GIB", help="Default: 100.")
-@click.option("--image-id", metavar="ID", help="A prepared image; infra/image has the recipe.")
+@click.option("--image-id", metavar="[REGION=]ID", multiple=True, help="A prepared image (infra/image has the recipe), "
+              "on AWS one for each region; other regions are then not considered.")  # fmt: skip
 @click.option("--node-role", metavar="NAME", help="AWS instance profile of the machine; infra/aws makes one that may "
               "reach the store's prefix and nothing else.")  # fmt: skip
 @click.option("--store-profile", metavar="NAME", help="Profile of this computer whose credential for the store is sent "
@@ -205,11 +206,19 @@ def launch_request(name: str, clouds: list[str], rented: dict[str, Any], given: 
         "store": server.store,
         "server": server.model_dump(exclude={"store", "state_dir", "idle_minutes"}, exclude_defaults=True),
         "disk_gib": rented["disk"],
-        **{k: rented[k] for k in ("cpus", "memory", "max_price", "image_id", "node_role", "store_profile",
-                                  "allow_unsafe", "allow_cloud_key_on_node", "keep")},
+        "image_id": _image_id(rented["image_id"]),
+        **{k: rented[k] for k in ("cpus", "memory", "max_price", "node_role", "store_profile", "allow_unsafe",
+                                  "allow_cloud_key_on_node", "keep")},
     }  # fmt: skip
     made: LaunchRequest = LaunchRequest.parse({key: value for key, value in values.items() if value is not None})
     return made
+
+
+def _image_id(given: tuple[str, ...]) -> str | dict[str, str] | None:
+    of_region = dict(text.split("=", 1) for text in given if "=" in text)
+    if len(given) > 1 and len(of_region) < len(given):
+        raise click.UsageError("give one --image-id ID, or --image-id REGION=ID once for each region")
+    return of_region or (given[0] if given else None)
 
 
 def _list(given: Any) -> list[str]:

@@ -10,7 +10,7 @@ from art_sky.controller.plan import GUARD_MINUTES
 from art_sky.controller.provider import NodeOrder, Offer
 from art_sky.controller.rented import Node, RentedCluster
 from art_sky.controller.wheel import make_wheel
-from art_sky.inference.vllm_install import TESTED_VERSION
+from art_sky.node import packages
 from art_sky.node.records import NodeConfig, NodeLimits
 
 
@@ -19,7 +19,7 @@ def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: P
     request, offer = cluster.request, Offer(**node.offer)
     engine = request.server.get("engine", {})
     trainer = TrainerConfig(**request.server.get("trainer", {}))
-    bitsandbytes = ",bnb" if trainer.optimizer == "adamw_8bit" or trainer.quantization == "nf4" else ""
+    bitsandbytes = trainer.optimizer == "adamw_8bit" or trainer.quantization == "nf4"
     wheel = make_wheel(wheels if wheels is not None else home() / "controller" / "wheels")
     config = NodeConfig(
         cluster=cluster.id,
@@ -31,12 +31,10 @@ def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: P
         limits=limits,
         wheel=wheel.name,
         version=__version__,
-        packages=[
-            f"art-sky[local,s3{bitsandbytes}]"
-        ],  # the wheel's own extras; an image that has them installs nothing
+        packages=[packages.server(bitsandbytes=bitsandbytes)],
         server=request.server,
         billed_from_unix=node.billed_from,
-        vllm_packages=[f"vllm=={TESTED_VERSION}"] if EngineConfig(**engine).kind == "vllm" else [],
+        vllm_packages=list(packages.VLLM) if EngineConfig(**engine).kind == "vllm" else [],
     )
     return NodeOrder(
         offer=offer,
@@ -44,7 +42,7 @@ def make_order(cluster: RentedCluster, node: Node, limits: NodeLimits, wheels: P
         wheel=str(wheel),
         labels=labels(cluster.id, node, limits),
         disk_gib=request.disk_gib,
-        image_id=request.image_id,
+        image_id=request.image_in(offer.region),
         node_role=request.node_role,
         cloud_key_on_node=request.allow_cloud_key_on_node,
     )

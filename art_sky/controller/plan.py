@@ -132,8 +132,14 @@ def _candidate(request: LaunchRequest, offer: Offer) -> Candidate:
 
 def _refusal(request: LaunchRequest, offer: Offer, key_on_node: bool) -> str | None:
     facts = cloud_facts(offer.cloud)
-    if request.image_id is not None and not facts.image_id:
-        return f"{offer.cloud} takes no --image-id; leave it out, or leave {offer.cloud} out with --cloud"
+    if request.image_id is not None:
+        if not facts.image_id:
+            return f"{offer.cloud} takes no --image-id; leave it out, or leave {offer.cloud} out with --cloud"
+        image = request.image_in(offer.region)
+        if image is None:
+            return f"there is no --image-id for {offer.region}; give --image-id {offer.region}=ID, or leave it out"
+        if offer.cloud == "aws" and not isinstance(request.image_id, dict) and len(request.regions) != 1:
+            return f"{image} is an image of one region alone; give it as --image-id REGION={image}"
     if facts.is_safe(key_on_node) or request.allow_unsafe:
         return None
     if facts.node_agent == "account key":

@@ -40,7 +40,7 @@ class LaunchRequest(Settings):
     memory: str | None = None
     max_price: float | None = None
     disk_gib: int = 100
-    image_id: str | None = None
+    image_id: str | dict[str, str] | None = None  # one for wherever it is, or region -> id
     node_role: str | None = None  # AWS: the instance profile; else SkyPilot's own
     # Where the credential for the store comes from, and is looked for again: a profile of this computer, or a file.
     store_profile: str | None = None
@@ -52,8 +52,12 @@ class LaunchRequest(Settings):
     allow_cloud_key_on_node: bool = False
     keep: bool = False  # a machine whose launch failed is kept for a look, until its own limits end it
 
+    def image_in(self, region: str) -> str | None:
+        return self.image_id.get(region) if isinstance(self.image_id, dict) else self.image_id
+
     def wanted(self) -> Wanted:
-        return Wanted(self.gpus, self.clouds, self.regions, self.spot, self.max_price, self.cpus, self.memory)
+        regions = self.regions or (list(self.image_id) if isinstance(self.image_id, dict) else [])
+        return Wanted(self.gpus, self.clouds, regions, self.spot, self.max_price, self.cpus, self.memory)
 
 
 class Node(Wire):

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from art_sky.config import EngineConfig
 from art_sky.errors import InvalidConfig
+from art_sky.node import packages
 
-TESTED_VERSION = "0.32.0"
+TESTED_VERSION = packages.VLLM_VERSION
 VARIABLE = "ART_SKY_VLLM_PYTHON"
 _INSTALL = "`make vllm` makes an environment with vLLM's CPU build; give its interpreter"
 _PROBE_SECONDS = 60.0

@@ -1,9 +1,10 @@
 """`python3 -m art_sky.node.install FOLDER`: a Python for the server, in `FOLDER/python.json`.
 
-An image that has everything is used as it is, in /opt/art-sky/venv or in the Python that a job finds first, and the
-wheel is unpacked into the folder. Else a virtual environment is made there, by uv where SkyPilot put one, and wheel
-and packages go into it. What an earlier run finished is not done again. Runs as a child of the watchdog, which sets
-its deadline.
+A Python that has everything in the very versions of constraints.txt is used as it is, and the wheel unpacked into the
+folder: that of a prepared image in /opt/art-sky, or the one that a job finds first. A prepared image that is out of
+date gets what it lacks. Else a virtual environment is made in the folder, by uv where SkyPilot put one, and wheel and
+packages go into it. What an earlier run finished is not done again. Runs as a child of the watchdog, which sets its
+deadline.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from art_sky.node import records
+from art_sky.node.packages import write_constraints
 
-IMAGES = (Path("/opt/art-sky/venv/bin/python"), Path(sys.executable))
-VLLM_IMAGES = (Path("/opt/art-sky/vllm/bin/python"), Path(sys.executable))
+IMAGE = Path("/opt/art-sky")  # where a prepared image has the environments `venv` and `vllm`
 OLDEST = (3, 11)  # requires-python of the wheel
 
 
@@ -41,9 +42,9 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     try:
         config = records.read(folder / "node.json", records.NodeConfig)
-        python = install(folder, config, IMAGES, VLLM_IMAGES)
+        python = install(folder, config)
         path = {} if python.path is None else {"PYTHONPATH": python.path}
-        _run([python.executable, "-c", "import art_sky.server.main"], path)
+        run([python.executable, "-c", "import art_sky.server.main"], path)
     except (OSError, ValueError, zipfile.BadZipFile, subprocess.SubprocessError) as e:
         print(f"art-sky: the installation failed: {e}; see the lines above, then launch again", flush=True)
         return 1
@@ -52,28 +53,32 @@ def main(argv: list[str]) -> int:
 
 
 def install(
-    folder: Path, config: records.NodeConfig, images: Sequence[Path], vllm_images: Sequence[Path] = ()
+    folder: Path, config: records.NodeConfig, image: Path = IMAGE, job_python: Path = Path(sys.executable)
 ) -> Python:
-    """The first of `images` that needs nothing more, else a new environment; the same for vLLM.
+    """Where server and, if it was ordered, vLLM find all they need; `image` and `job_python` are what may have it.
 
     Raises OSError, ValueError or SubprocessError, each with what failed.
     """
     wheel = folder / config.wheel
-    image = _first_with_all(images, [str(wheel), *config.packages])
-    if image is not None:
-        python, path = image, str(_unpack(wheel, folder / "site"))
+    server = [str(wheel), *config.packages, "--constraint", str(write_constraints(folder))]
+    path = None
+    if python := _there(image / "venv", job_python, server):
+        path = str(_unpack(wheel, folder / "site"))
     else:
-        python, path = _environment_with(folder / "venv", [str(wheel), *config.packages], _hash(wheel)), None
-    vllm = None
-    if config.vllm_packages:
-        vllm = _first_with_all(vllm_images, config.vllm_packages)
-        vllm = vllm or _environment_with(folder / "vllm", config.vllm_packages, "")
-    return Python(str(python), path, None if vllm is None else str(vllm))
+        python = _mended(image / "venv", server) or environment_with(folder / "venv", server, wheel)
+    if not config.vllm_packages:
+        return Python(str(python), path)
+    vllm = (
+        _there(image / "vllm", job_python, config.vllm_packages)
+        or _mended(image / "vllm", config.vllm_packages)
+        or environment_with(folder / "vllm", config.vllm_packages)
+    )
+    return Python(str(python), path, str(vllm))
 
 
 def has_all(python: Path, packages: Sequence[str]) -> bool:
-    """Whether this Python needs nothing more, by pip's own resolver without an index. Packages pinned to a version
-    must have it."""
+    """Whether this Python needs nothing more, by pip's own resolver without an index. What is pinned to a version, by
+    itself or by a constraint, must have that one. `packages` is what `pip install` takes."""
     if not python.exists():
         return False
     command = [str(python), "-m", "pip", "install", "--dry-run", "--no-index"]
@@ -98,17 +103,14 @@ def read_python(folder: Path) -> Python:
     return Python(**found)
 
 
-def _first_with_all(images: Sequence[Path], packages: Sequence[str]) -> Path | None:
-    image = next((image for image in images if has_all(image, packages)), None)
-    if image is not None:
-        print(f"art-sky: the image has all packages ({image})", flush=True)
-    return image
+def environment_with(venv: Path, packages: Sequence[str], wheel: Path | None = None) -> Path:
+    """The interpreter of an environment that holds `packages`; made anew unless an earlier run finished it, with the
+    same `wheel` where one is among them.
 
-
-def _environment_with(venv: Path, packages: Sequence[str], version: str) -> Path:
-    """The interpreter of an environment that holds `packages`; made anew unless an earlier run finished it."""
+    Raises as `install` does.
+    """
     python, marker = venv / "bin" / "python", venv / "installed.json"
-    wanted = {"version": version, "packages": list(packages)}
+    wanted = {"version": "" if wheel is None else _hash(wheel), "packages": list(packages)}
     if marker.exists() and json.loads(marker.read_text()) == wanted:
         print(f"art-sky: all packages were installed before ({python})", flush=True)
         return python
@@ -118,8 +120,8 @@ def _environment_with(venv: Path, packages: Sequence[str], version: str) -> Path
     for n, (make, pip) in enumerate(tools):
         shutil.rmtree(venv, ignore_errors=True)
         try:
-            _run(make)
-            _run([*pip, *packages])
+            run(make)
+            run([*pip, *packages])
             break
         except subprocess.CalledProcessError:
             if n == len(tools) - 1:
@@ -128,11 +130,39 @@ def _environment_with(venv: Path, packages: Sequence[str], version: str) -> Path
     return python
 
 
+def run(command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Tells it and does it, without this process's own packages. Raises CalledProcessError."""
+    print(f"art-sky: {' '.join(command)}", flush=True)
+    subprocess.run(list(command), stdin=subprocess.DEVNULL, check=True, env={**_environment(), **environment})
+
+
+def _there(venv: Path, job_python: Path, packages: Sequence[str]) -> Path | None:
+    for python in (venv / "bin" / "python", job_python):
+        if has_all(python, packages):
+            print(f"art-sky: the image has all packages ({python})", flush=True)
+            return python
+    return None
+
+
+def _mended(venv: Path, packages: Sequence[str]) -> Path | None:
+    """The interpreter of a prepared image's environment, with what it lacked; None where there is none, or it cannot
+    be changed. Only what differs is downloaded."""
+    python = venv / "bin" / "python"
+    if not python.exists() or not os.access(venv, os.W_OK):
+        return None
+    print(f"art-sky: the image is out of date; {venv} gets what it lacks", flush=True)
+    try:
+        run([str(python), "-m", "pip", "install", "--disable-pip-version-check", *packages])
+    except subprocess.CalledProcessError:
+        return None  # pip said why; a new environment is made
+    return python
+
+
 def _with_uv(venv: Path) -> tuple[list[str], list[str]] | None:
     uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home() / '.local' / 'bin'}")
     if uv is None:
         return None
-    make = [uv, "venv", "--no-project", "--python", f">={'.'.join(map(str, OLDEST))}", str(venv)]
+    make = [uv, "venv", "--no-project", "--seed", "--python", f">={'.'.join(map(str, OLDEST))}", str(venv)]
     return make, [uv, "pip", "install", "--python", str(venv / "bin" / "python")]
 
 
@@ -149,11 +179,6 @@ def _version(python: str) -> tuple[int, ...]:
     code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, env=_environment())
     return tuple(map(int, found.stdout.split())) if found.returncode == 0 else (0, 0)
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    print(f"art-sky: {' '.join(command)}", flush=True)
-    subprocess.run(list(command), stdin=subprocess.DEVNULL, check=True, env={**_environment(), **environment})
 
 
 def _environment() -> dict[str, str]:

@@ -93,6 +93,8 @@ H100 = ["--gpu", "H100", "--cloud", "aws"]
         ([*H100, "--store", "file:///runs"], "needs a store that outlives it: --store s3://"),
         ([*H100, "--store", "s3://bucket/p?profile=lab"], "leave it out, and give --store-profile"),
         ([*H100, "--spot", "--spot-only", *STORE], "give --spot or --spot-only"),
+        ([*H100, "--image-id", "ami-1", "--image-id", "us-west-2=ami-2", *STORE], "--image-id REGION=ID once for each"),
+        (["--image-id", "ami-1"], "--image-id is for rented machines"),
         (["--budget", "20"], "--budget is for rented machines"),
         (["--cloud", "local,aws"], "--cloud local goes with no other cloud"),
         ([*H100, "--budget", "0.5", *STORE], "does not pay for 15 minutes"),

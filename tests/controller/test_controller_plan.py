@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,19 @@ def test_a_ceiling_under_every_price_names_the_cheapest() -> None:
 
 
 def test_an_image_id_leaves_out_clouds_that_take_none() -> None:
-    wanted = request(image_id="ami-1", allow_cloud_key_on_node=True)
+    wanted = request(image_id="ami-1", regions=["us-east-1"], allow_cloud_key_on_node=True)
     assert [c.offer.cloud for c in make_plan(wanted, [offer("lambda", 1.0), offer("aws", 2.0)]).usable] == ["aws"]
+
+
+def test_an_image_of_one_region_is_taken_there_alone() -> None:
+    with pytest.raises(InvalidConfig, match="--image-id REGION=ami-1"):
+        make_plan(request(image_id="ami-1"), [offer("aws", 2.0)])
+    of_region = request(image_id={"somewhere": "ami-1"})
+    assert of_region.wanted().regions == ["somewhere"]
+    elsewhere = dataclasses.replace(offer("aws", 1.0), region="eu-west-1")
+    plan = make_plan(of_region, [elsewhere, offer("aws", 2.0)])
+    assert [c.offer.region for c in plan.usable] == ["somewhere"]
+    assert "no --image-id for eu-west-1" in str(plan.candidates[0].refused)
 
 
 def test_disks_are_listed_apart() -> None:

