@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from rich.console import Console
 
 from art_sky.cli.output import table
 from art_sky.controller.plan import GUARD_MINUTES, Candidate, Plan
 
+# Of the words of `CloudFacts.guarantees`, for a column that fits beside long names of machines.
+LETTERS = {"watchdog": "W", "node agent": "A", "guard": "G", "gc by label": "L"}
+LEGEND = {
+    "watchdog": "the watchdog there ends the job",
+    "node agent": "SkyPilot's node agent then ends the machine",
+    "guard": "the guard powers it off when they fail",
+    "gc by label": "`art-sky gc --clouds` finds it by its label",
+}
+
 
 def show_plan(out: Console, name: str, plan: Plan) -> None:
-    out.print(
-        table(
-            f"Plan for cluster {name}: tried in this order",
-            ["", "cloud", "region", "machine", "GPU", "spot", "#$/hour", "#worst case $", "ends by itself through"],
-            [_row(number, c) for number, c in _numbered(plan.candidates)],
-        )
-    )
+    columns = ["", "machine", "GPU", "spot", "#$/hour", "#at most $", "ends"]
+    made = table(f"Plan for cluster {name}: tried in this order", columns, map(_row, *_numbered(plan.candidates)))
+    for column in made.columns:
+        column.no_wrap = column.header != "machine"  # which has spaces to go on in the next line at
+    out.print(made)
+    there = {word for c in plan.candidates for word in c.guarantees if c.refused is None}
+    for word, letter in LETTERS.items():
+        if word in there:
+            out.print(f"  {letter}  {LEGEND[word]}", markup=False)
     limits = plan.limits
     bounds = [f"{limits.max_hours:g} hours in all"]
     if limits.budget is not None:
@@ -23,35 +36,33 @@ def show_plan(out: Console, name: str, plan: Plan) -> None:
     out.print(
         f"Ends after {limits.idle_minutes:g} minutes without work, {limits.orphan_minutes:g} when this computer is "
         f"gone too, or at {' or '.join(bounds)}, replacements included.",
-        soft_wrap=True,
+        markup=False,
     )
     out.print(
         f"At most ${plan.worst:.2f}, with the last flush ({limits.flush_minutes:g} min) and the guard "
         f"({GUARD_MINUTES:g} min); disks ({_disks(plan)}) and egress come on top.",
-        soft_wrap=True,
+        markup=False,
     )
     for note in dict.fromkeys(
         f"{c.offer.cloud}: {c.refused or c.note}" for c in plan.candidates if c.refused or c.note
     ):
-        out.print(note, soft_wrap=True, markup=False)
+        out.print(note, markup=False)
 
 
-def _numbered(candidates: list[Candidate]) -> list[tuple[str, Candidate]]:
+def _numbered(candidates: list[Candidate]) -> tuple[list[str], list[Candidate]]:
     """A refused candidate has no number: it is not tried."""
-    rows, number = [], 0
-    for candidate in candidates:
-        number += candidate.refused is None
-        rows.append((str(number) if candidate.refused is None else "-", candidate))
-    return rows
+    numbers = count(1)
+    return ["-" if c.refused else str(next(numbers)) for c in candidates], candidates
 
 
 def _row(number: str, candidate: Candidate) -> tuple[object, ...]:
     offer = candidate.offer
     gpus = ", ".join(f"{name}:{count}" for name, count in offer.accelerators.items()) or None
     spot = "spot" if offer.spot else ""
-    ends = "refused, see below" if candidate.refused else ", ".join(candidate.guarantees) or "nothing"
+    ends = "".join(letter if word in candidate.guarantees else "-" for word, letter in LETTERS.items())
     price, worst = f"{offer.price:.3f}", f"{candidate.worst:.2f}"
-    return (number, offer.cloud, offer.region, offer.instance_type, gpus, spot, price, worst, ends)
+    machine = f"{offer.instance_type}, {offer.cloud} {offer.region}"
+    return (number, machine, gpus, spot, price, worst, "refused" if candidate.refused else ends)
 
 
 def _disks(plan: Plan) -> str:

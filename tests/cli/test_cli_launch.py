@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from art_sky.controller.registry import Registry, registry_file
 from art_sky.controller.rented import LaunchRequest, RentedCluster
 
 pytestmark = pytest.mark.usefixtures("here")
+SNAPSHOTS = Path(__file__).with_name("plan_tables.txt")
 STORE = ["--store", "s3://bucket/agent"]
 OFFERS = [
     Offer("lambda", "us-west-1", "gpu_1x_h100_pcie", {"H100": 1}, False, 2.49),
@@ -53,8 +55,8 @@ def test_a_dry_run_shows_what_it_would_cost_and_what_ends_it(capsys: pytest.Capt
     arguments = ["launch", "--gpu", "H100", "--cloud", "aws,lambda", "--budget", "20", "--dry-run", *STORE]
     assert run(*arguments) == 0
     out = capsys.readouterr().out
-    assert "p5.4xlarge" in out and "watchdog, node agent, guard, gc by label" in out
-    assert "refused, see below" in out and "--allow-cloud-key-on-node" in out
+    assert "p5.4xlarge" in out and "WAGL" in out
+    assert "refused" in out and "--allow-cloud-key-on-node" in out
     # 20 dollars, then the flush of 5 minutes and the guard's 15 at 6.88 an hour
     assert "At most $22.29" in out and "at $20 or 24 hours" in out
     assert run(*arguments, "--json") == 0
@@ -80,6 +82,30 @@ def test_a_launch_asks_first_and_tells_the_phases(
     assert "artsky-00c0ffee-1: provisioning" in err and "p5.4xlarge" in err
     assert run(*arguments, "--yes", "--json") == 0
     assert json.loads(capsys.readouterr().out)["base_url"] == "http://127.0.0.1:4321"
+
+
+WIDE = [
+    Offer("lambda", "us-west-1", "gpu_1x_h100_pcie", {"H100": 1}, False, 2.49),
+    Offer("gcp", "northamerica-northeast1", "a2-ultragpu-1g", {"A100-80GB": 1}, True, 2.522),
+    Offer("azure", "westeurope", "Standard_NC24ads_A100_v4", {"A100-80GB": 1}, False, 3.673),
+    Offer("aws", "us-east-1", "p5.4xlarge", {"H100": 1}, False, 6.88),
+    Offer("aws", "ap-northeast-1", "p4d.24xlarge", {"A100": 8}, True, 13.1),
+]
+
+
+def test_the_plan_reads_at_every_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in plan_tables.txt, which is written anew by `ART_SKY_SNAPSHOTS=write`; look at the difference."""
+    monkeypatch.setattr(sky_catalog, "offers", lambda wanted, clouds: list(WIDE))
+    shown = ""
+    for width in (80, 100, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert run("launch", "--gpu", "H100", "--cloud", "aws", "--budget", "20", "--dry-run", *STORE) == 0
+        out = capsys.readouterr().out
+        shown += "\n".join([f"--- {width} columns", *(line.rstrip() for line in out.splitlines()), ""])
+        assert max(map(len, out.splitlines())) <= width
+    if os.environ.get("ART_SKY_SNAPSHOTS") == "write":
+        SNAPSHOTS.write_text(shown)
+    assert shown == SNAPSHOTS.read_text()
 
 
 H100 = ["--gpu", "H100", "--cloud", "aws"]
