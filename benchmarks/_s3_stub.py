@@ -1,7 +1,8 @@
 """An S3 server in memory that does as little as a client needs, so that the client is what is measured.
 
 It knows objects, listings (v2), multipart uploads and conditional puts, and checks no signatures. `GET /` with the
-header `x-stub: requests` answers how many requests came since the last time it was asked.
+header `x-stub: requests` answers how many requests came since the last time it was asked. Its argument is how many
+milliseconds each answer takes, as over a network; 0 by default.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Stored:
 
 
 class Stub:
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds  # that an answer takes
         self.objects: dict[str, Stored] = {}  # by bucket/key
         self.uploads: dict[str, tuple[dict[str, str], dict[int, Stored]]] = {}
         self.requests = 0
@@ -44,6 +46,8 @@ class Stub:
                 if headers.get("expect", "").lower() == "100-continue":
                     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if self.seconds:
+                    await asyncio.sleep(self.seconds)
                 status, more, answer = self.answer(method, target, headers, _plain(body, headers))
                 shown = {"Content-Length": str(len(answer)), "Date": formatdate(usegmt=True), **more}
                 writer.write(
@@ -190,7 +194,8 @@ def _error(status: int, code: str) -> Reply:
 
 
 async def _main() -> None:
-    server = await asyncio.start_server(Stub().serve, "127.0.0.1", 0, limit=1 << 20)
+    seconds = float(sys.argv[1]) / 1000 if len(sys.argv) > 1 else 0.0
+    server = await asyncio.start_server(Stub(seconds).serve, "127.0.0.1", 0, limit=1 << 20)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

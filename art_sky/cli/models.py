@@ -11,6 +11,7 @@ from art_sky.cli.output import duration, json_option, print_json, stdout, table
 from art_sky.cli.stores import chosen_store, store_options
 from art_sky.errors import NotFound
 from art_sky.store.model_store import ModelStore, list_models
+from art_sky.store.read_ahead import read_ahead
 
 
 @click.command()
@@ -19,7 +20,7 @@ from art_sky.store.model_store import ModelStore, list_models
 def command(url: str | None, cluster: str | None, as_json: bool) -> None:
     """List the models of a store."""
     store = chosen_store(url, cluster)
-    rows = [_describe(ModelStore(store, project, name)) for project, name in list_models(store)]
+    rows = list(read_ahead(lambda names: _describe(ModelStore(store, *names)), list_models(store), worth_it=2))
     if as_json:
         return print_json({"store": store.url, "models": rows})
     if not rows:

@@ -44,12 +44,12 @@ def chosen_store(url: str | None, cluster: str | None) -> Store:
 
 def find_model(store: Store, text: str) -> ModelStore:
     """`project/name`, or `name` where only one project has it. Raises NotFound or InvalidInput naming what there is."""
-    models = list_models(store)
-    found = [(p, n) for p, n in models if text in (n, f"{p}/{n}")]
+    found = [(p, n) for p, n in list_models(store, text) if text in (n, f"{p}/{n}")]
     if len(found) == 1:
         return ModelStore(store, *found[0])
     if found:
         raise InvalidInput(f"{text!r} is in several projects; give one of {', '.join(f'{p}/{n}' for p, n in found)}")
+    models = list_models(store)
     near = did_you_mean(text, {f"{p}/{n}" for p, n in models} if "/" in text else {n for _, n in models})
     raise NotFound(f"there is no model {text!r} in {store.url} ({near}); see `art-sky models`, or give --store")
 

@@ -106,11 +106,20 @@ class Step:
         return sum(ref.size for ref in self.manifest.files.values())
 
 
-def list_models(store: Store) -> list[tuple[str, str]]:
-    """(project, name) of all models, sorted."""
+def list_models(store: Store, called: str | None = None) -> list[tuple[str, str]]:
+    """(project, name) of all models, sorted; with `called` only of those of that name, or project/name, whatever its
+    case."""
     index = Records(store, ".models")
-    entries = [index.read(IndexEntry, name) for name in index.names("")]
-    return sorted((e.project, e.name) for e in entries if ModelStore(store, e.project, e.name).exists())
+    keys = index.names("")
+    if called is not None:
+        keys = [key for key in keys if f"/{key}".endswith(f"/{called.lower()}.json")]
+
+    def find(key: str) -> tuple[str, str] | None:
+        entry = index.read(IndexEntry, key)
+        found = ModelStore(store, entry.project, entry.name).exists()
+        return (entry.project, entry.name) if found else None
+
+    return sorted(names for names in read_ahead(find, keys) if names is not None)
 
 
 def manifest_name(manifest: Manifest) -> str:

@@ -14,9 +14,14 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-def read_ahead(read: Callable[[K], T], items: Sequence[K], readers: int = READERS) -> Iterator[T]:
-    """`read(item)` of each, in their order; at most `readers` results wait to be taken. Raises what `read` raises."""
-    if len(items) < WORTH_IT:
+def read_ahead(
+    read: Callable[[K], T], items: Sequence[K], readers: int = READERS, worth_it: int = WORTH_IT
+) -> Iterator[T]:
+    """`read(item)` of each, in their order; at most `readers` results wait to be taken. Raises what `read` raises.
+
+    `worth_it`: from how many items on threads are started for it; few, where one item is several requests.
+    """
+    if len(items) < worth_it:
         yield from map(read, items)
         return
     waiting: deque[Future[T]] = deque()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from cli_store import make_model, run
+
+from art_sky.store.folder import FolderStore
+from art_sky.store.protocol import StoredObject
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -15,11 +19,33 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(tmp_path / ".art-sky", "proj", "agent", 3)
     assert run("models") == 0
     out = capsys.readouterr().out
-    assert "proj/agent" in out and "tiny" in out and "0s ago" in out
+    assert "proj/agent" in out and "tiny" in out and re.search(r"\d+s ago", out)
     assert run("models", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["store"] == f"file://{tmp_path}/.art-sky"
     assert [(m["name"], m["step"]) for m in document["models"]] == [("agent", 3)]
+
+
+def test_many_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are shown, in their order; finding one by its name reads none of the others."""
+    for n in range(12):
+        make_model(tmp_path / "runs", "proj", f"agent-{n:02d}", 0)
+    assert run("models", "--store", "runs", "--json") == 0
+    assert [m["name"] for m in json.loads(capsys.readouterr().out)["models"]] == [f"agent-{n:02d}" for n in range(12)]
+    read: list[str] = []
+    original = FolderStore.get
+
+    def watched(self: FolderStore, key: str) -> StoredObject:
+        read.append(key)
+        return original(self, key)
+
+    monkeypatch.setattr(FolderStore, "get", watched)
+    for name in ("agent-07", "proj/agent-07"):
+        assert run("steps", name, "--store", "runs") == 0
+    assert {key.split("/")[1] for key in read if not key.startswith(".models")} == {"agent-07"}
+    assert {key for key in read if key.startswith(".models")} == {".models/proj/agent-07.json"}
+    assert run("steps", "AGENT-07", "--store", "runs") == 1
+    assert "there is no model 'AGENT-07'" in capsys.readouterr().err
 
 
 def test_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def test_the_scripts_are_valid_shell(script: str) -> None:
 
 
 # On a machine of its own: what these folders get is gone with the namespace. What is printed are JSON values.
-ON_A_MACHINE = """
+ON_A_MACHINE = r"""
 mount -t tmpfs -o size=6g scratch /mnt
 for name in etc home opt root tmp var; do
     mkdir -p /mnt/$name/upper /mnt/$name/work
