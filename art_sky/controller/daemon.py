@@ -42,6 +42,7 @@ from art_sky.controller.views import cluster_view, is_over, state_of
 from art_sky.errors import ArtSkyError, Conflict, InvalidInput, LaunchFailed, NotFound, ServerUnreachable
 from art_sky.names import check_name
 from art_sky.node.records import NodeLimits
+from art_sky.whole_file import write_whole
 
 log = logging.getLogger("art_sky.controller")
 
@@ -100,7 +101,7 @@ class Daemon:
         server = await asyncio.start_unix_server(self._serve, path, limit=16 << 20)
         path.chmod(0o600)
         announced = {"socket": str(path), "pid": os.getpid(), "version": __version__}
-        _write(self._folder / "control.json", json.dumps(announced))
+        write_whole(self._folder / "control.json", json.dumps(announced))
         log.info("controller of art-sky %s, process %d", __version__, os.getpid())
         try:
             await self._until_idle()
@@ -452,9 +453,3 @@ def _waits_for(cluster: RentedCluster) -> str:
     if cluster.wanted == "down":
         return "nothing: the cluster is ending"
     return f"{node.name}, which is {node.state}" if node is not None and node.state != "gone" else "a machine"
-
-
-def _write(file: Path, text: str) -> None:
-    scratch = file.with_suffix(".new")
-    scratch.write_text(text)
-    scratch.replace(file)

@@ -1,4 +1,5 @@
-"""The durable copy of the ledger, in the cluster's store: written by each node, closed by the controller."""
+"""What the controller adds to the cluster's store: it closes each node's entry of the ledger, and keeps the log of a
+node on which the installation failed."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from urllib.parse import quote
 
 from art_sky.controller import money
 from art_sky.controller.rented import Node, RentedCluster
+from art_sky.controller.stored_logs import keep_log
 from art_sky.errors import InvalidConfig, ObjectNotFound, StoreError
 from art_sky.node.records import LedgerEntry, ledger_key, parse
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Ledger(Protocol):
-    """Both block and raise StoreError."""
+    """All block and raise StoreError."""
 
     def reason(self, cluster: RentedCluster, node: Node) -> str | None:
         """Why the node ended by itself, a key of REASONS; None when it did not say."""
@@ -25,6 +27,10 @@ class Ledger(Protocol):
 
     def close(self, cluster: RentedCluster, node: Node, closed: float, reason: str) -> None:
         """The provider said that the machine is gone."""
+        ...
+
+    def keep_log(self, cluster: RentedCluster, node: Node, text: str) -> None:
+        """For `art-sky logs`, when the machine is gone; on this computer also where the store cannot be written."""
         ...
 
 
@@ -51,6 +57,9 @@ class StoreLedger:
         entry = dataclasses.replace(entry, closed_unix=closed, reason=entry.reason or reason)
         store = _open(cluster)
         store.put(ledger_key(cluster.id, node.name), json.dumps(dataclasses.asdict(entry)).encode())
+
+    def keep_log(self, cluster: RentedCluster, node: Node, text: str) -> None:
+        keep_log(_open(cluster), cluster.id, node.name, text)
 
     def _read(self, cluster: RentedCluster, node: Node) -> LedgerEntry | None:
         key = ledger_key(cluster.id, node.name)

@@ -22,8 +22,8 @@ from art_sky.controller.rented import Node, RentedCluster
 from art_sky.errors import ArtSkyError, BudgetTooSmall, ServerUnreachable, StoreError
 from art_sky.node.records import NodeLimits
 
-# Seconds. The deadline of a call, a little above the provider's own:
-END_SECONDS = 330.0
+# Seconds. The deadlines of calls; of the first a little above the provider's own:
+END_SECONDS, LOG_SECONDS = 330.0, 60.0
 # Between looks:
 SOON, OFTEN, SELDOM = 1.0, 5.0, 15.0
 # A launch that neither ends nor fails is given up after the setup limit and this.
@@ -389,6 +389,7 @@ class Reconciler:
         return self._to_ending(cluster, told(reason) if reason else f"vanished: the provider says {machine.seen}")
 
     def _failed(self, cluster: RentedCluster, node: Node, reason: str) -> float:
+        self._keep_log(cluster, node)
         if cluster.request.keep and not any("ready" in n.phases for n in cluster.nodes):
             self._registry.update(
                 cluster.id,
@@ -399,6 +400,20 @@ class Reconciler:
             self._note(cluster, f"{node.name}: {described(reason)}; kept")
             return SELDOM
         return self._to_ending(cluster, reason)
+
+    def _keep_log(self, cluster: RentedCluster, node: Node) -> None:
+        """Of a machine on which no server was started: nothing there brings its log into the store."""
+        live = self.seen.of(node)
+        machine = live.machine
+        if machine is None or machine.host is None or (live.watchdog is not None and live.watchdog.server_starts):
+            return
+        try:
+            text = self._calls.within(LOG_SECONDS, f"the log of {node.name}", lambda: self._link.log(machine))
+            self._calls.within(LOG_SECONDS, "the store", lambda: self._ledger.keep_log(cluster, node, text))
+        except ArtSkyError as e:
+            self._note(cluster, f"{node.name}: its log could not be kept: {e.message}")
+        else:
+            self._note(cluster, f"{node.name}: its log is kept for `art-sky logs {cluster.name}`")
 
     def _to_ending(self, cluster: RentedCluster, reason: str, *, flush: bool = False) -> float:
         phase = "flushing" if flush else "ending"

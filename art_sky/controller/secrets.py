@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 from art_sky.config import home
 from art_sky.errors import CorruptObject
 from art_sky.names import check_name
 from art_sky.node.records import Secrets, parse
+from art_sky.whole_file import write_whole
 
 
 def token_file(name: str) -> Path:
@@ -30,9 +29,9 @@ def write_secrets(name: str, store_env: dict[str, str], hf_token: str | None) ->
         token = file.read_text().strip()
     except FileNotFoundError:
         token = secrets.token_urlsafe(32)
-        _write(file, token)
+        write_whole(file, token, 0o600)
     made = Secrets(token=token, store_env=store_env, hf_token=hf_token)
-    _write(_secrets_file(name), json.dumps(dataclasses.asdict(made)))
+    write_whole(_secrets_file(name), json.dumps(dataclasses.asdict(made)), 0o600)
 
 
 def replace_store_env(name: str, store_env: dict[str, str]) -> None:
@@ -56,11 +55,3 @@ def read_secrets(name: str) -> Secrets:
 
 def _secrets_file(name: str) -> Path:
     return token_file(name).with_name("secrets.json")
-
-
-def _write(file: Path, text: str) -> None:
-    scratch: Any = file.with_name(f".{file.name}.{os.getpid()}")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        out.write(text)
-    scratch.replace(file)

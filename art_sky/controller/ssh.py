@@ -67,6 +67,21 @@ def send(machine: Machine, hosts: Path, what: str, record: str) -> None:
         raise ServerUnreachable(f"{machine.node} did not take the {what}: {last_line(done.stderr)}; it is tried again")
 
 
+def ask(machine: Machine, hosts: Path, program: str, *arguments: str) -> str:
+    """What a program of the node prints. Raises ServerUnreachable."""
+    command = [*ssh_command(machine, hosts, "-T"), node_command(program, *arguments)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SEND_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ServerUnreachable(f"{machine.node} did not answer within {SEND_SECONDS:.0f} s; see `sky logs`") from None
+    except OSError as e:
+        raise no_ssh(e) from e
+    if done.returncode != 0:
+        why = last_line(done.stderr.decode(errors="replace"))
+        raise ServerUnreachable(f"{machine.node} did not answer: {why}; see `sky logs`")
+    return done.stdout.decode(errors="replace")
+
+
 def is_changed_key(stderr: str) -> bool:
     return "HOST IDENTIFICATION HAS CHANGED" in stderr or "Host key verification failed" in stderr
 

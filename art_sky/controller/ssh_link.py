@@ -73,6 +73,9 @@ class SshLink:
             raise ServerUnreachable(f"the watchdog of {machine.node} says nothing; see `art-sky logs`")
         return state
 
+    def log(self, machine: Machine) -> str:
+        return ssh.ask(machine, self._hosts, "logs", "show")
+
     def send_secrets(self, cluster: RentedCluster, machine: Machine) -> None:
         ssh.send(machine, self._hosts, "secrets", json.dumps(dataclasses.asdict(read_secrets(cluster.name))))
 

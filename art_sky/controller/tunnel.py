@@ -8,7 +8,6 @@ watchdog's state. The channel's stdin is a pipe, so that ssh ends with the contr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from art_sky.controller.provider import Machine
 from art_sky.controller.ssh import changed_key, is_changed_key, last_line, no_ssh, ssh_command
 from art_sky.node.records import WatchdogState, parse
 from art_sky.node.task import node_command
+from art_sky.tasks import end_task
 
 log = logging.getLogger("art_sky.controller")
 
@@ -64,9 +64,7 @@ class Tunnel:
         return self._watchdog if time.monotonic() - self._heard < SILENT_SECONDS else None
 
     async def close(self) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end_task(self._task)
         self.status = LinkStatus("closed")
         self.socket.unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ from art_sky.errors import Busy, ChildDied
 from art_sky.inference.protocol import EngineStatus, GenerateEnd, GenerateRequest, TokenDelta
 from art_sky.schemas import AdapterRef
 from art_sky.server.child import Child
+from art_sky.tasks import end_task
 
 _STATUS_SECONDS = 5.0
 
@@ -55,11 +56,8 @@ class CpuEngine:
             self._watch = asyncio.create_task(self._kill_stalled(), name="watch engine")
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
-            self._watch = None
+        await end_task(self._watch)
+        self._watch = None
         await self._child.stop()
 
     async def context_length(self) -> int:

@@ -28,6 +28,7 @@ from art_sky.inference.vllm_client import VllmClient
 from art_sky.inference.vllm_install import TESTED_VERSION, VllmInstall, find_vllm
 from art_sky.inference.vllm_process import VllmProcess
 from art_sky.schemas import AdapterRef
+from art_sky.tasks import end_task
 
 log = logging.getLogger("art_sky.server")
 
@@ -115,11 +116,8 @@ class VllmEngine:
         self._watch = asyncio.create_task(self._kill_stalled(), name="watch vLLM")
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
-            self._watch = None
+        await end_task(self._watch)
+        self._watch = None
         if self._process is not None:
             await self._process.stop()
 

@@ -20,6 +20,7 @@ from art_sky.errors import Busy, ChildDied
 from art_sky.inference import vllm_keeper
 from art_sky.inference.vllm_client import VllmClient
 from art_sky.inference.vllm_install import clean_environment
+from art_sky.tasks import end_task
 
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 1.0
@@ -71,11 +72,8 @@ class VllmProcess:
             self._runner = asyncio.create_task(self._keep_running(), name="supervise vLLM")
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            self._runner.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._runner
-            self._runner = None
+        await end_task(self._runner)
+        self._runner = None
         self.state = "stopped"
 
     async def ready(self) -> VllmClient:

@@ -9,7 +9,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_sky.node.records import Secrets, write_text
+from art_sky.node.records import Secrets
+from art_sky.whole_file import write_whole
 
 # Environment names, as `aws configure export-credentials` prints them, and the fields of a credential process.
 _KEYS = {
@@ -72,4 +73,4 @@ def _keep(file: Path, text: str, mode: int = 0o644) -> None:
             return
     except FileNotFoundError:
         pass
-    write_text(file, text, mode)
+    write_whole(file, text, mode)

@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 from art_sky.node import records
 from art_sky.node.packages import write_constraints
+from art_sky.whole_file import write_whole
 
 IMAGE = Path("/opt/art-sky")  # where a prepared image has the environments `venv` and `vllm`
 OLDEST = (3, 11)  # requires-python of the wheel
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError, zipfile.BadZipFile, subprocess.SubprocessError) as e:
         print(f"art-sky: the installation failed: {e}; see the lines above, then launch again", flush=True)
         return 1
-    records.write_text(folder / "python.json", json.dumps(dataclasses.asdict(python)))
+    write_whole(folder / "python.json", json.dumps(dataclasses.asdict(python)))
     return 0
 
 
@@ -126,7 +127,7 @@ def environment_with(venv: Path, packages: Sequence[str], wheel: Path | None = N
         except subprocess.CalledProcessError:
             if n == len(tools) - 1:
                 raise
-    records.write_text(marker, json.dumps(wanted))
+    write_whole(marker, json.dumps(wanted))
     return python
 
 

@@ -2,6 +2,9 @@
 
 At its start, every ten minutes and when the watchdog closes its stdin, the newest part of each log goes to
 `_clusters/<cluster>/logs/<node>`. Exit code 0 means that the last push went well. It needs the installed package.
+
+`python3 -m art_sky.node.logs show` prints the newest part of the node's own log. The controller keeps that of a machine
+on which the installation failed.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ MAX_BYTES = 8 << 20
 
 
 def main(argv: list[str]) -> int:
+    if argv == ["show"]:
+        sys.stdout.buffer.write(shown(records.FOLDER.expanduser()))
+        return 0
     from art_sky.store import open_store
 
     folder = Path(argv[0])
@@ -70,6 +76,16 @@ def collect(folder: Path, target: Path) -> None:
         (target / file.name).write_bytes(data)
 
 
+def shown(folder: Path) -> bytes:
+    """The log of watchdog and installation as `collect` takes it. Before secrets have come, none can stand in it.
+
+    Raises OSError, ValueError.
+    """
+    secrets = folder / "secrets.json"
+    hidden = credentials.values(records.read(secrets, records.Secrets)) if secrets.exists() else []
+    return _tail(folder / NODE_LOG, MAX_FILE_BYTES, hidden)
+
+
 def _tail(path: Path, limit: int, hidden: list[bytes]) -> bytes:
     with path.open("rb") as file:
         skipped = max(file.seek(0, 2) - limit, 0)
@@ -79,7 +95,7 @@ def _tail(path: Path, limit: int, hidden: list[bytes]) -> bytes:
         data = data.replace(value, b"***")
     if skipped:
         # Without the rest of a secret that was cut in two, and from the start of a line on.
-        data = data[max(map(len, hidden)) :]
+        data = data[max(map(len, hidden), default=0) :]
         data = b"[the lines before these were not kept]\n" + data[data.find(b"\n") + 1 :]
     return data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from pathlib import Path
 
-from art_sky.node import records
+from art_sky.whole_file import write_whole
 
 VLLM_VERSION = "0.32.0"
 VLLM = (f"vllm=={VLLM_VERSION}",)  # in an environment of its own; it names the exact torch that it needs
@@ -21,5 +21,5 @@ def write_constraints(folder: Path) -> Path:
     text = pkgutil.get_data("art_sky.node", "constraints.txt")
     assert text is not None
     file = folder / "constraints.txt"
-    records.write_text(file, text.decode())
+    write_whole(file, text.decode())
     return file

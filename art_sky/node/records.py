@@ -20,9 +20,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, TypeVar
+
+from art_sky.whole_file import write_whole
 
 FORMAT = 1
 FOLDER = Path("~/.art-sky-node")
@@ -161,22 +162,7 @@ Kind = TypeVar("Kind", NodeConfig, Secrets, WatchdogState, NodeLimits, LedgerEnt
 
 def write(path: Path, record: Any, mode: int = 0o644) -> None:
     """A reader sees the old file or the new one, also after power was cut."""
-    write_text(path, json.dumps(dataclasses.asdict(record)), mode)
-
-
-def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Like `write`, for what is no record."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(str(scratch), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    finally:
-        if scratch.exists():
-            scratch.unlink()
+    write_whole(path, json.dumps(dataclasses.asdict(record)), mode)
 
 
 def read(path: Path, kind: type[Kind]) -> Kind:

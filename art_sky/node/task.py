@@ -17,8 +17,8 @@ def task_yaml() -> str:
 def node_command(program: str, *arguments: str) -> str:
     """A line for the node's shell that runs `art_sky.node.<program>` straight from the wheel there.
 
-    `beat` (stdin: a line every 15 s), `receive secrets`, `receive extend` (stdin: the record), `receive end` and
-    `receive flush`.
+    `beat` (stdin: a line every 15 s), `receive secrets`, `receive extend` (stdin: the record), `receive end`,
+    `receive flush` and `logs show`.
     """
     words = " ".join(shlex.quote(a) for a in arguments)
     wheel = '"$(ls -t ~/.art-sky-node/*.whl | head -1)"'

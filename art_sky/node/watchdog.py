@@ -27,6 +27,7 @@ from art_sky.node.metadata import NOTICE_SECONDS, Metadata
 from art_sky.node.output import also_in
 from art_sky.node.server_process import ServerProcess, ServerView
 from art_sky.node.side_program import SideProgram, kill_group
+from art_sky.whole_file import write_whole
 
 TICK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
@@ -216,9 +217,9 @@ class Watchdog:
             credentials.check(self._secrets)
             state = self._folder / "state"
             state.mkdir(mode=0o700, exist_ok=True)
-            records.write_text(state / "token", self._secrets.token + "\n", 0o600)
+            write_whole(state / "token", self._secrets.token + "\n", 0o600)
             config = {**self._config.server, "store": self._config.store, "state_dir": str(state)}
-            records.write_text(state / "server-config.json", json.dumps(config), 0o644)
+            write_whole(state / "server-config.json", json.dumps(config))
         except (OSError, ValueError):
             return  # not there yet, as `receive` writes it whole and checks it first; or the disk is full
         self._move("starting", now)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from art_sky.errors import Busy, ChildDied, from_wire
+from art_sky.tasks import end_task
 from art_sky.worker import Message, pack
 
 State = Literal["stopped", "starting", "ready", "dead"]
@@ -67,11 +68,8 @@ class Child:
             self._runner = asyncio.create_task(self._keep_running(), name=f"supervise {self.name}")
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            self._runner.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._runner
-            self._runner = None
+        await end_task(self._runner)
+        self._runner = None
         self.state = "stopped"
 
     async def call(

@@ -26,6 +26,7 @@ from art_sky.server.app import create_app
 from art_sky.server.connection import Protocol
 from art_sky.server.parts import Parts, real_parts
 from art_sky.server.server import Server
+from art_sky.whole_file import write_whole
 
 log = logging.getLogger("art_sky.server")
 
@@ -146,10 +147,7 @@ def _announce(config: ServerConfig, listening: socket.socket) -> None:
         "version": __version__,
         "started": time.time(),
     }
-    file = Path(config.state_dir) / "server.json"
-    scratch = file.with_suffix(".new")
-    scratch.write_text(json.dumps(announced))
-    scratch.replace(file)
+    write_whole(Path(config.state_dir) / "server.json", json.dumps(announced))
     log.info("art-sky %s listens on %s", __version__, announced["base_url"])
 
 

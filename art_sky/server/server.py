@@ -24,6 +24,7 @@ from art_sky.server.parts import Parts
 from art_sky.server.rollouts import Rollouts
 from art_sky.server.security import load_token
 from art_sky.store.model_store import ModelStore
+from art_sky.whole_file import write_whole
 
 log = logging.getLogger("art_sky.server")
 
@@ -129,9 +130,7 @@ class Server:
 
     def _remember_models(self) -> None:
         names = [[m.project, m.name] for m in self.registry.all()]
-        scratch = self._models_file.with_suffix(".new")
-        scratch.write_text(json.dumps(names))
-        scratch.replace(self._models_file)
+        write_whole(self._models_file, json.dumps(names))
 
     def _remembered_models(self) -> list[tuple[str, str]]:
         """(project, name) of what was registered before a restart, here or on the machine before this one."""

@@ -278,6 +278,10 @@ class FakeLink:
         self._reach(machine)
         return self.watchdogs.get(machine.node, state("serving"))
 
+    def log(self, machine: Machine) -> str:
+        self._reach(machine)
+        return f"the log of {machine.node}"
+
     def send_secrets(self, cluster: RentedCluster, machine: Machine) -> None:
         self.fuse.burn()
         self._reach(machine).secrets += 1
@@ -306,6 +310,7 @@ class FakeLedger:
         self.provider = provider
         self.broken = False
         self.closed: dict[str, str] = {}
+        self.logs: dict[str, str] = {}
 
     def reason(self, cluster: RentedCluster, node: Node) -> str | None:
         if self.broken:
@@ -317,6 +322,11 @@ class FakeLedger:
         if self.broken:
             raise StoreError("the bucket does not answer; try again")
         self.closed[node.name] = reason
+
+    def keep_log(self, cluster: RentedCluster, node: Node, text: str) -> None:
+        if self.broken:
+            raise StoreError("the bucket does not answer; try again")
+        self.logs[node.name] = text
 
 
 class FakeCredentials:

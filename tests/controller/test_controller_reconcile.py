@@ -222,6 +222,20 @@ def test_setup_that_fails_on_the_node_ends_the_launch_at_once(world: FakeWorld) 
     world.link.watchdogs[f"{id}-1"] = state("flushing", ending="setup")
     cluster = world.over(id, seconds=240)
     assert cluster.error and "setup failed" in cluster.error and world.provider.alive() == []
+    assert world.ledger.logs == {f"{id}-1": f"the log of {id}-1"}
+
+
+@pytest.mark.parametrize(("starts", "broken", "told"), [(0, True, "its log could not be kept"), (1, False, None)])
+def test_a_log_that_cannot_be_kept_is_told_and_a_server_keeps_its_own(
+    world: FakeWorld, starts: int, broken: bool, told: str | None
+) -> None:
+    id = world.launch()
+    world.link.version, world.ledger.broken = None, broken
+    world.link.watchdogs[f"{id}-1"] = state("flushing", ending="health", server_starts=starts)
+    assert world.over(id, seconds=240).error
+    assert world.provider.alive() == [] and world.ledger.logs == {}
+    noted = [text for _, _, text in world.registry.events(id) if "its log" in text]
+    assert len(noted) == (told is not None) and all(told in text for text in noted if told)
 
 
 def test_a_failed_launch_may_be_kept_for_a_look(world: FakeWorld) -> None:

@@ -19,10 +19,12 @@ import pytest
 from fake_cloud import state
 from local_sshd import MISSING, LocalSshd
 
+from art_sky.controller import ssh
 from art_sky.controller import tunnel as module
 from art_sky.controller.provider import Machine
 from art_sky.controller.ssh import send, ssh_command
 from art_sky.controller.tunnel import Tunnel
+from art_sky.controller.wheel import make_wheel
 from art_sky.errors import ServerUnreachable
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -228,3 +230,16 @@ def test_ssh_takes_nothing_of_the_user_s_own_configuration(sshd: LocalSshd, tmp_
     for wanted in ("HostKeyAlias=i-1", "ForwardAgent=no", "ForwardX11=no", "ServerAliveInterval=5",
                    "ServerAliveCountMax=3", "ExitOnForwardFailure=yes", "BatchMode=yes"):  # fmt: skip
         assert wanted in argv
+
+
+def test_a_node_s_log_is_asked_for_by_its_own_program(tmp_path: Path) -> None:
+    make_wheel(tmp_path / "home" / ".art-sky-node")
+    sshd = LocalSshd(tmp_path / "sshd", tmp_path / "home")
+    try:
+        with pytest.raises(ServerUnreachable, match="did not answer"):
+            ssh.ask(sshd.machine, tmp_path / "hosts", "logs", "show")
+        (tmp_path / "home" / ".art-sky-node" / "logs").mkdir()
+        (tmp_path / "home" / ".art-sky-node" / "logs" / "node.log").write_text("no such package\n")
+        assert ssh.ask(sshd.machine, tmp_path / "hosts", "logs", "show") == "no such package\n"
+    finally:
+        sshd.stop()

@@ -18,6 +18,7 @@ from art_sky.node.clock import Clock
 from art_sky.node.guard import Moment
 from art_sky.node.metadata import Metadata
 from art_sky.node.watchdog import Watchdog
+from art_sky.whole_file import write_whole
 
 SECRETS = records.Secrets(token="the-token")
 
@@ -66,14 +67,14 @@ class Node:
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent / "fake_node_server.py"} "$@"\n')
         python.chmod(0o755)
         records.write(folder / "node.json", self.config)
-        records.write_text(folder / "python.json", json.dumps({"executable": str(python), "path": None, "vllm": None}))
+        write_whole(folder / "python.json", json.dumps({"executable": str(python), "path": None, "vllm": None}))
 
     def send_secrets(self, secrets: records.Secrets = SECRETS) -> Node:
         records.write(self.folder / "secrets.json", secrets, 0o600)
         return self
 
     def control(self, **values: Any) -> Node:
-        records.write_text(self.state / "control.json", json.dumps(values))
+        write_whole(self.state / "control.json", json.dumps(values))
         return self
 
     def start(self) -> Node:

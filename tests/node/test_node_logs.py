@@ -26,7 +26,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     write(made, "logs/node.log", "installed\n", 1)
     write(made, "state/logs/engine.log", "loaded\n", 2)
     write(made, "state/logs/trainer.log", "trained\n", 3)
-    records.write_text(made.state / "token", "the-token")
+    (made.state / "token").write_text("the-token")
     yield made
     made.close()
 
@@ -58,6 +58,20 @@ def test_only_logs_are_taken_and_no_secret(node: Node, tmp_path: Path) -> None:
         "engine.log": "loaded\n",
         "trainer.log": "trained\n",
     }
+
+
+def test_the_log_is_shown_before_secrets_have_come(node: Node) -> None:
+    """What the controller asks for where the installation failed."""
+    environment = {**os.environ, "HOME": str(node.folder.parent)}
+    home = node.folder.rename(node.folder.with_name(".art-sky-node"))
+    write_log = (home / "logs" / "node.log").write_text
+    write_log("the-token no such package\n")
+    command = [sys.executable, "-m", "art_sky.node.logs", "show"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "*** no such package\n"
+    (home / "secrets.json").unlink()
+    write_log("no such package\n")
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "no such package\n"
+    home.rename(node.folder)
 
 
 def test_the_newest_is_kept(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_a_full_disk_stops_the_heartbeat_only(make: Callable[..., Node], monkeyp
     """Whether the machine ends then is the guard's decision."""
     node = make(limits={"idle_minutes": 1}).send_secrets().start()
     node.serving()
-    write = records.write_text
+    write = records.write_whole
 
     def full(path: Path, *arguments: Any) -> None:
         if path.name == "watchdog.json" and full.on:  # type: ignore[attr-defined]
@@ -219,7 +219,7 @@ def test_a_full_disk_stops_the_heartbeat_only(make: Callable[..., Node], monkeyp
         write(path, *arguments)
 
     full.on = True  # type: ignore[attr-defined]
-    monkeypatch.setattr(records, "write_text", full)
+    monkeypatch.setattr(records, "write_whole", full)
     before = node.seen()
     time.sleep(0.3)
     assert node.seen() == before
@@ -336,7 +336,7 @@ def test_no_secret_is_in_an_environment_or_readable_by_others(make: Callable[...
     secrets = records.Secrets(token="the-token", store_env=store, hf_token="the-hf-token")
     node = make()
     python = {"executable": str(node.folder / "python"), "path": None, "vllm": "/opt/vllm/python"}
-    records.write_text(node.folder / "python.json", json.dumps(python))
+    records.write_whole(node.folder / "python.json", json.dumps(python))
     pid = node.send_secrets(secrets).start().serving()
     environment = json.loads((node.state / "environment.json").read_text())
     everything = json.dumps(environment) + Path(f"/proc/{pid}/cmdline").read_text()

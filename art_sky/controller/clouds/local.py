@@ -12,7 +12,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from art_sky.controller.cloud import CLUSTER_TRANSITIONS, Cluster, ClusterState,
 from art_sky.errors import ArtSkyError, Conflict, CorruptObject, InvalidConfig, InvalidInput, NoDiskSpace, NotFound
 from art_sky.names import check_name
 from art_sky.suggest import did_you_mean
+from art_sky.whole_file import write_whole
 
 SERVER = (sys.executable, "-m", "art_sky.server")
 
@@ -124,7 +124,8 @@ class LocalCloud:
         self._write(cluster)
         process: subprocess.Popen[bytes] | None = None
         try:
-            config_file = _write_atomic(folder / "config.json", server.model_dump_json(indent=2))
+            config_file = folder / "config.json"
+            write_whole(config_file, server.model_dump_json(indent=2), 0o600)
             with (folder / "server.log").open("ab") as log, processes.interrupts_held():
                 process = subprocess.Popen(
                     [*self._server, "--config", str(config_file)],
@@ -213,7 +214,7 @@ class LocalCloud:
         return moved
 
     def _write(self, cluster: Cluster) -> None:
-        _write_atomic(self.folder(cluster.name) / "cluster.json", cluster.model_dump_json(indent=2))
+        write_whole(self.folder(cluster.name) / "cluster.json", cluster.model_dump_json(indent=2), 0o600)
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
@@ -257,19 +258,6 @@ def _announced_url(cluster: Cluster) -> str | None:
         return str(announced["base_url"])
     except (FileNotFoundError, ValueError, KeyError):  # not there, or not whole yet
         return None
-
-
-def _write_atomic(path: Path, text: str) -> Path:
-    """Mode 0600; a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 def _refuse_taken_port(server: ServerConfig) -> None:

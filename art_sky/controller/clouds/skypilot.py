@@ -31,6 +31,7 @@ from art_sky.controller.provider import Machine, NodeOrder, Offer, Wanted
 from art_sky.errors import CloudError, LaunchFailed, NoCredentials, ProviderUnavailable, from_wire
 from art_sky.node import records
 from art_sky.node.task import task_yaml
+from art_sky.whole_file import write_whole
 
 WORKER = (sys.executable, "-m", "art_sky.controller.clouds.sky_worker")
 # Seconds until a call is killed. A launch is bound by the controller's own deadline for setup, too.
@@ -134,9 +135,7 @@ class SkyPilotProvider:
 
     def _remember(self, node: str, order: dict[str, Any]) -> None:
         file = self._folder / "orders" / node / "order.json"
-        scratch = file.with_suffix(".new")
-        scratch.write_text(json.dumps(order))
-        scratch.replace(file)
+        write_whole(file, json.dumps(order))
 
     def _call(
         self,
