@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from cli_store import make_model, run
 
 from art_sky.cli.output import size
+from art_sky.node.records import LedgerEntry, ledger_key
 from art_sky.store import open_store
 from art_sky.store.batches import encode_batch
 from art_sky.store.model_store import ModelStore
@@ -130,6 +132,24 @@ def test_gc_is_a_dry_run_until_it_is_told(tmp_path: Path, capsys: pytest.Capture
     done = document(capsys, "gc", "agent", "--grace-hours", "0", "--delete")
     assert done["models"][0]["objects"] == dry["models"][0]["objects"] and not blob.exists()
     assert run("verify", "agent") == 0
+
+
+def test_gc_tells_what_old_clusters_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(str(tmp_path / ".art-sky"))
+    entry = LedgerEntry(
+        "artsky-00000001", "artsky-00000001-1", "i-1", "aws", "us-east-1", "p5.4xlarge", False, 6.0, 0.0, 7200.0, 3600.0
+    )
+    key = ledger_key(entry.cluster, entry.node)
+    store.put(key, json.dumps(dataclasses.asdict(entry)).encode())
+    assert document(capsys, "gc")["clusters"] == []  # it was written a moment ago
+    assert document(capsys, "gc", "agent", "--logs-days", "0")["clusters"] == []
+    found = document(capsys, "gc", "--logs-days", "0")["clusters"]
+    assert [(c["cluster"], c["dollars"]) for c in found] == [(entry.cluster, {entry.node: 6.0})]
+    assert run("gc", "--logs-days", "0") == 0
+    out = capsys.readouterr().out
+    assert entry.cluster in out and "Nothing was changed" in out and store.get(key)
+    assert run("gc", "--logs-days", "0", "--delete") == 0
+    assert [info.key for info in store.list("_clusters/")] == ["_clusters/artsky-00000001/total.json"]
 
 
 def test_verify_and_repair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
