@@ -37,7 +37,7 @@ def write_secrets(name: str, store_env: dict[str, str], hf_token: str | None) ->
 def replace_store_env(name: str, store_env: dict[str, str]) -> None:
     """Another credential for the store; all else stays. Raises CorruptObject."""
     made = dataclasses.replace(read_secrets(name), store_env=store_env)
-    _write(_secrets_file(name), json.dumps(dataclasses.asdict(made)))
+    write_whole(_secrets_file(name), json.dumps(dataclasses.asdict(made)), 0o600)
 
 
 def read_secrets(name: str) -> Secrets:

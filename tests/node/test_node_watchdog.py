@@ -233,7 +233,7 @@ def test_a_disk_that_stays_full_ends_the_node_in_order(
     """Before the guard would end the machine without a flush; what was put aside makes room for the last words."""
     node = make().control(working=True, jobs=[JOB]).send_secrets().start()
     node.serving()
-    reserve, write = node.folder / "reserve", records.write_text
+    reserve, write = node.folder / "reserve", records.write_whole
     assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
 
     def full(path: Path, *arguments: Any) -> None:
@@ -241,7 +241,7 @@ def test_a_disk_that_stays_full_ends_the_node_in_order(
             raise OSError(28, "No space left on device")
         write(path, *arguments)
 
-    monkeypatch.setattr(records, "write_text", full)
+    monkeypatch.setattr(records, "write_whole", full)
     before = node.seen()
     state = node.ended()
     assert (state.ending, state.not_flushed) == ("disk", []) and (node.state / "drained").exists()
@@ -260,7 +260,7 @@ def test_a_full_disk_keeps_no_program_from_its_next_start(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(credentials, "write_text", full)
+    monkeypatch.setattr(credentials, "write_whole", full)
     os.kill(pid, signal.SIGKILL)
     node.until(lambda s: s.server_starts == 2 and s.phase == "serving")
 
