@@ -32,8 +32,8 @@ _COLUMNS = "{:>4} {:>7} {:>8} {:>9} {:>8} {:>8} {:>7}  {}"  # fits 80 columns
 @click.option("--steps", type=click.IntRange(1), default=_DEFAULTS.steps, show_default=True, help="Train up to here.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts, LoRA and sampling.")
 @click.option("--fresh", is_flag=True, help="Start anew instead of going on from the newest step.")
-@click.option("--store", metavar="URL", default=_DEFAULTS.store, show_default=True)
-@click.option("--learning-rate", type=float, default=_DEFAULTS.learning_rate, show_default=True)
+@click.option("--store", metavar="URL", default=_DEFAULTS.store, show_default=True, help="Where steps are kept.")
+@click.option("--learning-rate", type=float, default=_DEFAULTS.learning_rate, show_default=True, help="Of AdamW.")
 @click.option(
     "--engine", type=click.Choice(["cpu", "vllm"]), default=_DEFAULTS.engine, show_default=True, help="What samples."
 )

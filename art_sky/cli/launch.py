@@ -25,12 +25,38 @@ _RENTED = (
 )  # fmt: skip
 
 
-def _limit(name: str) -> str:
-    field = Limits.model_fields[name]
-    return f"{field.description}." + ("" if field.default is None else f" Default: {field.default:g}.")
+# How --help divides the options; what stands in none of them is of the server.
+SERVER = "The server, here or there"
+SECTIONS = {
+    "What to rent": (
+        "cloud", "gpu", "region", "spot", "spot_only", "max_price", "cpus", "memory", "disk", "image_id",
+    ),
+    "Bounds of the bill": ("budget", "max_hours", "idle_minutes", "orphan_minutes", "setup_minutes"),
+    "Keys and risks": ("node_role", "store_profile", "store_credential", "allow_unsafe", "allow_cloud_key_on_node"),
+    "This command": ("dry_run", "yes", "keep", "as_json"),
+}  # fmt: skip
 
 
-@click.command()
+class _Sectioned(click.Command):
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        found: dict[str, list[tuple[str, str]]] = {title: [] for title in (*SECTIONS, SERVER)}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (shown := param.get_help_record(ctx)) is not None:
+                title = next((title for title, names in SECTIONS.items() if param.name in names), SERVER)
+                found["This command" if "--help" in param.opts else title].append(shown)
+        for title, options in found.items():
+            with formatter.section(title):
+                formatter.write_dl(options)
+
+
+_ABOVE_0 = click.FloatRange(0, min_open=True)
+
+
+def _default(name: str) -> str:
+    return f"Default: {Limits.model_fields[name].default:g}."
+
+
+@click.command(cls=_Sectioned)
 @click.argument("name", required=False)
 @click.option("--cloud", metavar="LIST", help="local, or clouds to choose from: aws,gcp,lambda. Default: local; with "
               "--gpu every cloud that SkyPilot may use.")  # fmt: skip
@@ -39,18 +65,21 @@ def _limit(name: str) -> str:
 @click.option("--region", metavar="LIST", multiple=True, help="Regions to choose from. Default: all.")
 @click.option("--spot", is_flag=True, help="Consider spot machines too: cheaper, and taken away at any time.")
 @click.option("--spot-only", is_flag=True, help="Consider spot machines alone.")
-@click.option("--max-price", type=click.FloatRange(0, min_open=True), metavar="$", help="Ceiling per hour.")
-@click.option("--budget", type=click.FloatRange(0, min_open=True), metavar="$", help="End when this much is spent.")
-@click.option("--max-hours", type=click.FloatRange(0, min_open=True), help=_limit("max_hours"))
-@click.option("--idle-minutes", type=float, help="End after this time without work. Default: 60 for a local server, "
-              f"{Limits.model_fields['idle_minutes'].default:g} for a rented one.")  # fmt: skip
-@click.option("--orphan-minutes", type=float, help=_limit("orphan_minutes"))
-@click.option("--setup-minutes", type=float, help=_limit("setup_minutes"))
+@click.option("--max-price", type=_ABOVE_0, metavar="DOLLARS", help="Ceiling of an hour's price.")
 @click.option("--cpus", metavar="N", help="8 for exactly, 8+ for at least.")
 @click.option("--memory", metavar="GIB", help="32 for exactly, 32+ for at least.")
 @click.option("--disk", type=click.IntRange(30), metavar="GIB", help="Default: 100.")
 @click.option("--image-id", metavar="[REGION=]ID", multiple=True, help="A prepared image (infra/image has the recipe), "
               "on AWS one for each region; other regions are then not considered.")  # fmt: skip
+@click.option("--budget", type=_ABOVE_0, metavar="DOLLARS", help="End when so much is spent, all machines together.")
+@click.option("--max-hours", type=_ABOVE_0, metavar="HOURS", help="End after so long, all machines together. "
+              f"{_default('max_hours')}")  # fmt: skip
+@click.option("--idle-minutes", type=float, metavar="MINUTES", help="End after so long without work. Default: 60 for a "
+              f"local server, {Limits.model_fields['idle_minutes'].default:g} for a rented one.")  # fmt: skip
+@click.option("--orphan-minutes", type=float, metavar="MINUTES", help="End after so long without work when this "
+              f"computer is gone too. {_default('orphan_minutes')}")  # fmt: skip
+@click.option("--setup-minutes", type=float, metavar="MINUTES", help="End when it does not serve after so long. "
+              f"{_default('setup_minutes')}")  # fmt: skip
 @click.option("--node-role", metavar="NAME", help="AWS instance profile of the machine; infra/aws makes one that may "
               "reach the store's prefix and nothing else.")  # fmt: skip
 @click.option("--store-profile", metavar="NAME", help="Profile of this computer whose credential for the store is sent "
@@ -60,9 +89,9 @@ def _limit(name: str) -> str:
 @click.option("--allow-unsafe", is_flag=True, help="Rent where nothing ends the bill when this computer is off.")
 @click.option("--allow-cloud-key-on-node", is_flag=True, help="Where a machine can end itself only with your "
               "account's key (Lambda, RunPod): put the key there.")  # fmt: skip
-@click.option("--keep", is_flag=True, help="Keep the machine of a failed launch for a look, until its limits end it.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Show the plan with its worst-case bill; rent nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--keep", is_flag=True, help="Keep the machine of a failed launch for a look, until its limits end it.")
 @server_options
 @json_option
 def command(name: str | None, cloud: str | None, as_json: bool, **given: Any) -> None:

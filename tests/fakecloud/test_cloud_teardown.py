@@ -42,6 +42,7 @@ def test_setup_that_fails(fakecloud: FakeCloud) -> None:
     assert "art-sky logs setup" in done.stderr.splitlines()[-1]
     (machine,) = (i for i in fakecloud.instances() if i.tags.get("art-sky-node", "none") in done.stderr)
     print(f"gone {fakecloud.wait_gone(machine.id, END_SECONDS):.0f} s later")
+    assert "the installation failed" in fakecloud.run(["art-sky", "logs", "setup"]).stdout
 
 
 @pytest.mark.usefixtures("rebooted")

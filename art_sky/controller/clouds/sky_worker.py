@@ -119,7 +119,14 @@ def _check_untouched(node: str, cloud: str, region: str, role: str | None) -> No
 
 def copied_keys(kept: str | None) -> list[str]:
     """Paths on a node at which SkyPilot may put keys of this computer although our settings forbid all that can be
-    forbidden (`sky.check.get_cloud_credential_file_mounts`); without those of the cloud `kept`."""
+    forbidden; without those of the cloud `kept`.
+
+    They cannot be kept from being copied (SkyPilot 0.14.1): `check.get_cloud_credential_file_mounts` goes through all
+    clouds, enabled or not, and leaves out those alone whose `remote_identity` says so. The server's schema of the
+    config knows that setting for no other cloud, globally or in a workspace, and `disabled` there is not asked. The
+    paths are fixed, below the server's own home, and of a client's environment only SKYPILOT_* and a list of names
+    reach it. A server with another home would be one that `sky status` and `sky down` know nothing of.
+    """
     from sky import skypilot_config
     from sky.adaptors import cloudflare, coreweave, huggingface, vastdata
     from sky.utils import registry
