@@ -512,7 +512,8 @@ def test_the_watchdog_s_death_ends_the_server_and_its_successor_counts_on(tmp_pa
     (venv / "bin").mkdir()
     (venv / "bin" / "python").symlink_to(node.folder / "python")
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    (venv / "installed.json").write_text(json.dumps({"version": empty, "packages": [str(node.folder / "w.whl")]}))
+    packages = [str(node.folder / "w.whl"), "--constraint", str(node.folder / "constraints.txt")]
+    (venv / "installed.json").write_text(json.dumps({"version": empty, "packages": packages}))
     node.send_secrets()
     command = [sys.executable, "-m", "art_sky.node.watchdog"]
     environment = {**os.environ, "HOME": str(home)}
