@@ -8,9 +8,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from cli_store import run
 
+from art_sky.cli.launch import SECTIONS, SERVER
+from art_sky.cli.launch import command as launch_command
 from art_sky.controller import launching
 from art_sky.controller.clouds import sky_catalog
 from art_sky.controller.plan import Plan
@@ -82,6 +85,18 @@ def test_a_launch_asks_first_and_tells_the_phases(
     assert "artsky-00c0ffee-1: provisioning" in err and "p5.4xlarge" in err
     assert run(*arguments, "--yes", "--json") == 0
     assert json.loads(capsys.readouterr().out)["base_url"] == "http://127.0.0.1:4321"
+
+
+def test_help_has_every_option_in_one_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("launch", "--help") == 0
+    out = capsys.readouterr().out
+    options = {str(p.name): p for p in launch_command.params if isinstance(p, click.Option)}
+    assert {name for names in SECTIONS.values() for name in names} <= set(options)
+    shown = [line.split()[0].rstrip(",") for line in out.splitlines() if line.startswith("  -")]
+    assert sorted(shown) == sorted([*(option.opts[0] for option in options.values()), "-h"])
+    assert [line for line in out.splitlines() if line.rstrip(":") in (*SECTIONS, SERVER)] == [
+        f"{title}:" for title in (*SECTIONS, SERVER)
+    ]
 
 
 WIDE = [
