@@ -259,6 +259,9 @@ class Daemon:
             old = self._registry.find(name)
             if old is not None and not is_over(old):
                 _refuse_other(old, request)
+                if given["secrets"]["store_env"]:
+                    await asyncio.to_thread(_take_credential, old, given["secrets"]["store_env"])
+                    self._nudge(old.id)
                 return self._view(old)
             _refuse_local(name)
             await asyncio.to_thread(write_secrets, name, **given["secrets"])

@@ -33,6 +33,7 @@ from art_sky.controller.secrets import token_file
 from art_sky.errors import Conflict, CorruptObject, InvalidInput, LaunchFailed, NotFound, VersionMismatch
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+FOURTH = {"AWS_ACCESS_KEY_ID": "fourth"}
 PLAN = [dataclasses.asdict(o) for o in SshCloud.offers(Wanted())]
 
 
@@ -163,6 +164,10 @@ def test_a_fresh_credential_reaches_a_node_that_serves(control: ControlClient, c
     # By hand, as `art-sky extend --store-credential` does.
     assert control.extend("run", 0.0, 0.0, {**keys, "AWS_ACCESS_KEY_ID": "third"})["told"] is True
     assert received() == "third"
+    # With the same launch again.
+    again = control.launch(request(tmp_path, store_credential=str(file)), PLAN, store_env={**keys, **FOURTH})
+    assert again["id"] == view["id"]
+    wait(lambda: received() == "fourth")
     for where in (home() / "controller").rglob("*"):
         if where.is_file() and not where.name.endswith(".whl"):
             assert b"s3cret" not in where.read_bytes(), where
@@ -236,6 +241,14 @@ def test_many_callers_start_one_controller(control: ControlClient) -> None:
     folder = home() / "controller"
     sockets = Path(json.loads((folder / "control.json").read_text())["socket"]).parent
     assert folder.stat().st_mode & 0o077 == 0 and sockets.stat().st_mode & 0o077 == 0
+
+
+def test_a_second_controller_leaves_everything_to_the_first(control: ControlClient, tmp_path: Path) -> None:
+    view, pid = up(control, tmp_path), controller_pid()
+    second = subprocess.run([sys.executable, "-m", "art_sky.controller"], capture_output=True, text=True, timeout=60)
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert controller_pid() == pid and control.status()[0]["node"]["name"] == view["node"]["name"]
+    assert ask(view, token_file("run").read_text()).status_code == 200
 
 
 def test_what_is_asked_wrongly_is_told(control: ControlClient, tmp_path: Path) -> None:

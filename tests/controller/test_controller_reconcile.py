@@ -356,6 +356,41 @@ def test_asleep_for_eight_hours_the_deadline_counts(world: FakeWorld) -> None:
     assert world.provider.alive() == [] and cluster.node and cluster.node.reason == "max_hours"
 
 
+@pytest.mark.parametrize(
+    ("when", "goes_on"),
+    [("provisioning", False), ("connecting", False), ("up", True), ("lost", True), ("flushing", False)],
+)
+def test_a_laptop_that_sleeps_at_any_moment_finds_what_became_of_it(tmp_path: Path, when: str, goes_on: bool) -> None:
+    """The node's own rules go on meanwhile; here it is one with work of its own."""
+    world = FakeWorld(tmp_path / "registry.sqlite", max_hours=24)
+    world.provider.script = ["hang"] if when == "provisioning" else []
+    world.link.version = None if when == "connecting" else world.link.version
+    id = world.launch()
+    if when in ("provisioning", "connecting"):
+        world.run(id, lambda c: c.node is not None and c.node.state == when)
+    else:
+        world.up(id)
+    if when == "lost":
+        world.link.cut = True
+        world.run(id, lambda c: c.node is not None and c.node.state == when)
+    if when == "flushing":
+        world.want(id, "down")
+        world.reconciler.step(id)
+    world.clock.time += 8 * 3600
+    world.link.cut = False
+    if goes_on:
+        cluster = world.up(id)
+        assert [n.state for n in cluster.nodes] == ["up"] and world.provider.ends == []
+        world.want(id, "down")
+    cluster = world.over(id, seconds=300)
+    for call in world.calls.hanging:
+        call.finish()  # what it still makes is swept
+    world.reconciler.sweep()
+    world.clock.time += 60
+    assert world.provider.alive() == []
+    assert cluster.error is None or "launch again" in cluster.error
+
+
 def test_tunnel_cut_while_the_machine_runs_reconnects(world: FakeWorld) -> None:
     id = world.launch()
     world.up(id)
