@@ -56,8 +56,10 @@ def read_header(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def check_adapter(ref: AdapterRef, base_shapes: dict[str, tuple[int, ...]], max_rank: int) -> None:
-    """Raises InvalidInput for files that are missing or damaged, a rank above `max_rank`, matrices that do not fit the
+def check_adapter(ref: AdapterRef, base_shapes: dict[str, tuple[int, ...]], max_rank: int) -> str:
+    """The adapter's layout: what it is but for the numbers. Adapters of equal layouts are loaded alike.
+
+    Raises InvalidInput for files that are missing or damaged, a rank above `max_rank`, matrices that do not fit the
     base model's layers, and numbers that are none. Blocks.
 
     `base_shapes`: of the base model's tensors by name, (outputs, inputs) for a linear layer. A layer that is not
@@ -96,6 +98,7 @@ def check_adapter(ref: AdapterRef, base_shapes: dict[str, tuple[int, ...]], max_
             bits = np.frombuffer(f.read(tensor.end - tensor.begin), kind)
             if ((bits & kind(exponent)) == exponent).any():
                 raise _bad(ref, f"{name} holds NaN or infinity; use an earlier step")
+    return json.dumps([config, {name: (t.dtype, t.shape) for name, t in tensors.items()}], sort_keys=True)
 
 
 def _bad(ref: AdapterRef, why: str) -> InvalidInput:

@@ -66,6 +66,7 @@ class VllmEngine:
         self._kv_cache_mib = 0
         self._loaded: OrderedDict[str, None] = OrderedDict()  # adapters in vLLM, least recently used first
         self._loaded_in = 0  # the process's generation that they are in
+        self._taken: set[str] = set()  # layouts of adapters that vLLM has loaded: it takes others of these
         self._users: Counter[str] = Counter()
         self._loading = asyncio.Lock()
         self._awake = asyncio.Event()
@@ -221,8 +222,7 @@ class VllmEngine:
                 async with self._loading:
                     client = await self._process.ready()
                     if self._awake.is_set() and not self._is_loaded(adapter.name):
-                        await asyncio.to_thread(check_adapter, adapter, self._size.shapes, _max_rank(self._config))
-                        await client.load(adapter)
+                        await self._give(client, adapter, self._size.shapes)
                         self._loaded[adapter.name] = None
                         await self._retire(client)
             if adapter.name in self._loaded:  # it may have died again meanwhile
@@ -232,6 +232,16 @@ class VllmEngine:
             self._users[adapter.name] -= 1
             if not self._users[adapter.name]:
                 del self._users[adapter.name]
+
+    async def _give(self, client: VllmClient, adapter: AdapterRef, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Makes the adapter's name known to vLLM. Of the first one of a layout it is waited for that vLLM reads it,
+        between two steps. Those of the next steps of training are read with their first request: no request waits for
+        the end of a step that it is no part of.
+        """
+        layout = await asyncio.to_thread(check_adapter, adapter, shapes, _max_rank(self._config))
+        if layout not in self._taken or not await client.name(adapter):
+            await client.load(adapter)
+            self._taken.add(layout)
 
     def _is_loaded(self, name: str) -> bool:
         assert self._process is not None
@@ -290,6 +300,7 @@ def vllm_command(
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(_TOP_LOGPROBS)),
         *("--generation-config", "vllm"),  # no sampling defaults from the model's folder
         "--enable-prompt-tokens-details",
+        *("--middleware", "art_sky_adapters.AdapterNames"),  # of in_vllm/
         "--disable-uvicorn-access-log",
         *(("--tensor-parallel-size", str(len(placement.engine))) if len(placement.engine) > 1 else ()),
         *(("--enable-sleep-mode",) if placement.shared else ()),
@@ -305,6 +316,7 @@ def vllm_environment(install: VllmInstall, config: EngineConfig, placement: Plac
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",  # the base model is a folder
         "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(Path(__file__).with_name("in_vllm")),
     }
     if placement.engine:
         env |= visible(placement.engine)

@@ -21,6 +21,7 @@ from art_sky.inference.vllm_install import TESTED_VERSION
 from art_sky.schemas import AdapterRef
 
 NO_NUMBER = -9999.0  # what vLLM writes for a logprob that is NaN or minus infinity
+_NAME = "/art-sky/name_adapter"  # of in_vllm/art_sky_adapters.py
 _CONNECT_SECONDS = 5.0
 _CONTROL_SECONDS = 120.0  # loading an adapter, falling asleep: they wait for the running step
 _GAUGE = re.compile(r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? (\S+)$", re.M)
@@ -66,6 +67,13 @@ class VllmClient:
                 f"adapter {adapter.name} cannot be used: {_message(reply)}; fetch the adapter again, or use an "
                 "earlier step"
             )
+
+    async def name(self, adapter: AdapterRef) -> bool:
+        """Makes a name known without loading its adapter, see `in_vllm/art_sky_adapters.py`; False where this vLLM
+        does not do that. An adapter that vLLM would not load must not be named: its engine would end.
+        """
+        reply = await self._control(_NAME, {"lora_name": adapter.name, "lora_path": adapter.path})
+        return reply.status_code == 200
 
     async def unload(self, name: str) -> None:
         """Of an adapter that is not there: nothing."""

