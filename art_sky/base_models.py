@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from art_sky.config import home
 from art_sky.errors import ArtSkyError, Busy, CorruptObject, InvalidInput, NoDiskSpace, NotFound
+from art_sky.schemas import BaseShape
 
 Progress = Callable[[str, int, int | None], None]
 """Called with what is being done, and how much of how much: bytes of a download, else steps; None is unknown."""
@@ -72,6 +74,24 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
             f"a Hugging Face id such as 'Qwen/Qwen3-0.6B', or {SMOLLM2!r}"
         )
     return _from_hub(name, report)
+
+
+def shape(folder: Path) -> BaseShape:
+    """Of a base model's folder. Raises InvalidInput for a config.json that does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        text = config.get("text_config") or config  # of a model that also sees
+        return BaseShape(
+            architecture=config["architectures"][0],
+            layers=text["num_hidden_layers"],
+            width=text["hidden_size"],
+            vocabulary=text["vocab_size"],
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise InvalidInput(
+            f"{folder / 'config.json'} is not that of a language model ({type(e).__name__}: {e}); save the model there "
+            "with save_pretrained()"
+        ) from e
 
 
 def convert(file: Path, out: Path) -> None:

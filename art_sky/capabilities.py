@@ -33,6 +33,7 @@ TABLE: tuple[Capability, ...] = (
     Capability("engine cpu", "sampling, several adapters in a batch", CPU, "tested", "default test suite"),
     Capability("engine cpu", "sampling", GPU, "no", "it runs on the CPU of such a machine"),
     Capability("engine cpu", "sliding windows, DoRA, rsLoRA", CPU, "no", "refused when model or adapter is loaded"),
+    Capability("engine cpu", "the numbers of the trainer's 4-bit base", CPU, "tested", "held in bfloat16"),
     Capability("engine vllm", "sampling, several adapters in a batch", CPU, "tested", "`make test-vllm`, vLLM 0.32.0"),
     Capability("engine vllm", "restart and adapters loaded anew after its death", CPU, "tested", "`make test-vllm`"),
     Capability("engine vllm", "sampling", GPU, "untested"),
@@ -40,6 +41,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "engine vllm", "asleep while the trainer computes", CPU, "no", "vLLM ignores it there; both fit side by side"
     ),
+    Capability("engine vllm", "the numbers of the trainer's 4-bit base", GPU, "untested", "held in bfloat16"),
     Capability("engine vllm", "half of the GPUs, tensor parallel; the trainer has the rest", GPU, "untested"),
     Capability(
         "engine vllm", "logprobs without filters under top_p, top_k, min_p", CPU, "no", "such tokens have ratio 1"

@@ -106,6 +106,12 @@ class Conflict(ArtSkyError):
     status = 409
 
 
+class BaseMismatch(Conflict):
+    """An adapter that was made for another base model than the one that runs."""
+
+    code = "base_mismatch"
+
+
 class VersionMismatch(ArtSkyError):
     """Client and server are of different releases (rule R10)."""
 

@@ -69,12 +69,25 @@ class Record(BaseModel):
     format: int = 1
 
 
+class BaseShape(Wire):
+    """What of a base model an adapter depends on, as config.json says: two that differ here take no common adapter."""
+
+    architecture: str  # the class in transformers
+    layers: int
+    width: int
+    vocabulary: int
+
+    def __str__(self) -> str:
+        return f"{self.architecture} with {self.layers} layers of width {self.width}, vocabulary {self.vocabulary}"
+
+
 class ModelRecord(Record):
     """`model.json`, written once."""
 
     project: str
     name: str
     base_model: str
+    base_shape: BaseShape | None = None  # of the base model when the first adapter was made; None: not trainable
     lora: LoRAConfig
     options: ModelOptions = ModelOptions()
     created: float

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from art_sky import __version__
+from art_sky import __version__, base_models
 from art_sky.capabilities import CPU, GPU, require
 from art_sky.config import ServerConfig, TrainerConfig
-from art_sky.errors import Busy, Conflict, InvalidConfig, InvalidInput, NotFound, VersionMismatch
-from art_sky.inference.gpus import Placement
+from art_sky.errors import BaseMismatch, Busy, Conflict, InvalidConfig, InvalidInput, NotFound, VersionMismatch
+from art_sky.inference.gpus import Placement, visible
 from art_sky.inference.protocol import Engine
 from art_sky.names import check_name, split_step
-from art_sky.schemas import AdapterRef, InitTask, Manifest, ModelRecord, ModelStatus, RegisterRequest
+from art_sky.schemas import AdapterRef, BaseShape, InitTask, Manifest, ModelRecord, ModelStatus, RegisterRequest
 from art_sky.server.adapters import AdapterFolders
 from art_sky.server.parts import Parts, Trainer
 from art_sky.server.render import ChatTemplate
@@ -114,6 +114,7 @@ class Registry:
         self._adapters = AdapterFolders(state / "adapters")
         self._lock = asyncio.Lock()
         self.base_model: str | None = None
+        self._base_shape: BaseShape | None = None
         self._max_rank: int | None = None
 
     def all(self) -> list[KnownModel]:
@@ -143,7 +144,8 @@ class Registry:
         """The model, and whether it is new to this server. Idempotent.
 
         Raises VersionMismatch, InvalidName, Conflict (another base model, LoRA or options than it was made with, or
-        than this server runs), LeaseLost when another server has it.
+        than this server runs), BaseMismatch when the base model of that name is not what it was, LeaseLost when
+        another server has it.
         """
         if request.client_version != __version__:
             raise VersionMismatch(
@@ -169,13 +171,19 @@ class Registry:
             known: KnownModel
             if request.trainable:
                 await self._start_base(request)
+                if record is not None and record.base_shape not in (None, self._base_shape):
+                    raise BaseMismatch(
+                        f"the adapters of {record.project}/{record.name} were made for {record.base_model!r} as a "
+                        f"{record.base_shape}; here {request.base_model!r} is a {self._base_shape}; start the server "
+                        "with the former, or register under another name"
+                    )
                 self._check_rank(request.lora.rank)
                 options = (record or request).options
                 template = await asyncio.to_thread(ChatTemplate, self.vocabulary, options.chat_template)
                 known = await self._open(store, request, record, template)
             else:
                 if record is None:
-                    record = await asyncio.to_thread(_create, store, request)
+                    record = await asyncio.to_thread(_create, store, request, None)
                 known = KnownModel(request.project, request.name, record, store)
             self._models[request.project, request.name] = known
             return known, True
@@ -256,6 +264,7 @@ class Registry:
         if self.base_model is not None:
             return
         folder = await asyncio.to_thread(self._parts.resolve_base, request.base_model)
+        self._base_shape = await asyncio.to_thread(base_models.shape, folder)
         self.vocabulary = await asyncio.to_thread(Vocabulary, folder)
         settings = self._config.engine
         limit = settings.context_length or min(self.vocabulary.max_context, DEFAULT_CONTEXT)
@@ -270,7 +279,11 @@ class Registry:
             require(f"engine {settings.kind}", "sampling", GPU, self._config.allow_untested)
         trainer = self._config.trainer
         _check_trainer(trainer, settings.dtype, placement, self._config.allow_untested)
-        self.engine = self._parts.make_engine(folder, settings, logs / "engine.log", placement, trainer)
+        sampled = folder
+        if trainer.quantization == "nf4":  # sampler and trainer compute with the same numbers
+            where = self._state / "quantised"
+            sampled = await self._parts.quantised_base(folder, where, visible(placement.trainer))
+        self.engine = self._parts.make_engine(sampled, settings, logs / "engine.log", placement, trainer)
         self.trainer = self._parts.make_trainer(
             folder, trainer, settings.dtype, threads, logs / "trainer.log", placement
         )
@@ -294,7 +307,7 @@ class Registry:
         try:
             if record is None:  # what the trainer refuses must leave nothing behind
                 await self._init(record, request, out)
-                record = await asyncio.to_thread(_create, store, request)
+                record = await asyncio.to_thread(_create, store, request, self._base_shape)
             owner = f"server {socket.gethostname()} pid {os.getpid()}"
             writer = await asyncio.to_thread(store.open_writer, owner, self.store.lease_wait_seconds)
             if writer.head is None and record.forked_from is not None:
@@ -372,9 +385,10 @@ def _find_record(store: ModelStore) -> ModelRecord | None:
         return None
 
 
-def _create(store: ModelStore, request: RegisterRequest) -> ModelRecord:
+def _create(store: ModelStore, request: RegisterRequest, base: BaseShape | None) -> ModelRecord:
     values: dict[str, Any] = request.model_dump(exclude={"client_version"})
-    return store.create(ModelRecord(**values, created=time.time(), created_by=f"art-sky {__version__}"))
+    by = f"art-sky {__version__}"
+    return store.create(ModelRecord(**values, base_shape=base, created=time.time(), created_by=by))
 
 
 def _compare(record: ModelRecord, request: RegisterRequest) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -40,6 +40,10 @@ def _no_gpus(_: EngineConfig) -> Placement:
     return Placement()
 
 
+async def _unchanged(folder: Path, *_: object) -> Path:
+    return folder
+
+
 @dataclass(frozen=True)
 class Parts:
     make_engine: Callable[
@@ -51,11 +55,15 @@ class Parts:
     resolve_base: Callable[[str], Path]
     open_store: Callable[[str], Store]
     place: Callable[[EngineConfig], Placement] = _no_gpus  # the GPUs of engine and trainer; blocks
+    # The folder that the engine samples from, where the trainer's base is quantised, for a base model's: also takes
+    # where to keep it, and the trainer's environment.
+    quantised_base: Callable[[Path, Path, Mapping[str, str]], Awaitable[Path]] = _unchanged
 
 
 def real_parts() -> Parts:
     from art_sky.base_models import resolve
     from art_sky.store import open_store
+    from art_sky.training.quantization import dense_copy
 
     return Parts(
         make_engine=_make_engine,
@@ -63,6 +71,7 @@ def real_parts() -> Parts:
         resolve_base=resolve,
         open_store=open_store,
         place=_place,
+        quantised_base=dense_copy,
     )
 
 

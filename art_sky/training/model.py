@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 from art_sky.config import LoRAConfig
-from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput
+from art_sky.errors import BaseMismatch, InvalidConfig, InvalidInput
 from art_sky.training import attention
 from art_sky.training.attention import PackedRow
 from art_sky.training.device import choose_device
@@ -107,17 +107,20 @@ class Policy:
     def load_adapter(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Installs an adapter from its PEFT config and its float32 weights, under PEFT's names.
 
-        Raises CorruptObject when the two, or the base model, do not belong together.
+        Raises BaseMismatch when they were made for another base model.
         """
+        made_for = config.get("base_model_name_or_path")
         config = dict(config) | {"base_model_name_or_path": None}
-        if config != self._config:
-            self._install(peft.LoraConfig.from_peft_type(**config))
+        try:
+            if config != self._config:
+                self._install(peft.LoraConfig.from_peft_type(**config))
+        except InvalidConfig as e:
+            raise self._mismatch(made_for, e.message) from e
         adapter = self.adapter()
-        if {k: v.shape for k, v in adapter.items()} != {k: v.shape for k, v in weights.items()}:
-            raise CorruptObject(
-                "the adapter's weights do not fit its config and the base model; train from the model that it was "
-                "registered with"
-            )
+        for name in sorted(adapter.keys() | weights.keys()):
+            here, there = (tuple(w[name].shape) if name in w else "not there" for w in (adapter, weights))
+            if here != there:
+                raise self._mismatch(made_for, f"{name} is {there} in the adapter and {here} on this base model")
         with torch.no_grad():
             for name, parameter in adapter.items():
                 parameter.copy_(weights[name])
@@ -173,6 +176,13 @@ class Policy:
     def predict(self, hidden: Tensor, targets: Tensor, at: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """`output.predict` with this model's output layer."""
         return predict(hidden, self._head, targets, at, temperature)
+
+    def _mismatch(self, made_for: str | None, why: str) -> BaseMismatch:
+        name = type(self._causal).__name__
+        return BaseMismatch(
+            f"the adapter was made for the base model {made_for!r}, and this trainer runs the {name} in {self.folder}: "
+            f"{why}; start the server with the base model that it was made for, or register a new model"
+        )
 
     def _install(self, config: peft.LoraConfig) -> dict[str, Any]:
         if self._peft is not None:

@@ -59,7 +59,7 @@ class TrainerProcess:
         """Yields `{"micro_batch": done, "of": all}` as it goes, and the TrainOutcome last.
 
         Closing the iterator cancels the call between two micro-batches. Raises TrainFailed, MissingTokens,
-        InvalidReward, InvalidInput, CorruptObject, NoDiskSpace; ChildDied and Busy are retryable.
+        InvalidReward, InvalidInput, BaseMismatch, CorruptObject, NoDiskSpace; ChildDied and Busy are retryable.
         """
         # Closed explicitly: that is what sends the cancel, and the garbage collector may take its time.
         async with contextlib.aclosing(self.child.call("train", task.model_dump())) as messages:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
+import shutil
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from server_fakes import FakeChild, FakeEngine, Harness, harness
 from training.make_batch import make_choice, make_group, make_groups, make_trajectory
 
 from art_sky.schemas import InitTask, TrainOutcome, TrainTask
+from art_sky.store.failed import find_failed
 from art_sky.training import losses
 from art_sky.training.worker import Worker
 
@@ -71,9 +74,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def fails(
-    h: Harness, request: str, groups: list[Any], code: str, says: str, outcome: str = "failed", **config: Any
-) -> None:
+async def fails(h: Harness, request: str, groups: list[Any], code: str, says: str, **config: Any) -> None:
     """The request fails with this error; nothing is committed, and its batch is kept."""
     registry = h.server.registry.get("p", "agent")
     before = registry.store.head()
@@ -84,7 +85,8 @@ async def fails(
     assert says in job["error"]["message"], job
     assert registry.store.head().manifest == before.manifest
     assert registry.store.request(request).batch.sha256 == batch and registry.store.has_blob(batch)
-    assert [a.outcome for a in registry.store.attempts(request)] == [outcome]
+    assert [a.outcome for a in registry.store.attempts(request)] == ["failed"]
+    assert says in find_failed(registry.store, request).cause  # `art-sky replay` can train it again
 
 
 async def works(h: Harness, request: str, groups: list[Any]) -> None:
@@ -128,6 +130,39 @@ async def test_a_token_outside_the_vocabulary_is_named(trained: Harness, groups:
     await works(trained, "good", groups)
 
 
+async def test_sequences_beyond_the_model_are_dropped_and_counted_or_refused(
+    trained: Harness, groups: list[Any]
+) -> None:
+    """The model has a context of 512 tokens; none is cut to it."""
+    choices = [make_choice([5] * 510, [7, 8, 9 + i], [-1.0] * 3) for i in range(2)]
+    long = make_group([make_trajectory([choice], float(i)) for i, choice in enumerate(choices)])
+    batch = [*groups, long]
+    await trained.train("drop", await trained.upload(batch), learning_rate=1e-3)
+    result = (await trained.finish("drop"))["result"]
+    assert (result["step"], result["updates"]) == (1, 1)
+    assert result["metrics"]["data/too_long_dropped"] == 2
+    assert result["metrics"]["data/tokens_total"] < 510
+    said = "group 2, trajectory 0: a sequence of 513 tokens is longer than 512"
+    await fails(trained, "refuse", batch, "sequence_too_long", said, too_long="refuse")
+    await trained.train("only", await trained.upload([long]))
+    result = (await trained.finish("only"))["result"]
+    assert (result["step"], result["updates"]) == (2, 0) and "2 x sequence too long" in result["reason"]
+    await works(trained, "good", groups)
+
+
+async def test_sequences_beyond_the_budget_are_trained_whole(trained: Harness, groups: list[Any]) -> None:
+    """`micro_batch_tokens` bounds what is computed at a time, not what is trained."""
+    found = []
+    for request, tokens in (("all", 4096), ("few", 16)):
+        config = {"learning_rate": 1e-12, "micro_batch_tokens": tokens}
+        await trained.train(request, await trained.upload(groups), **config)
+        found.append((await trained.finish(request))["result"]["metrics"])
+    whole, parts = found
+    assert parts["data/micro_batches"] > whole["data/micro_batches"]
+    for metric in ("loss", "grad_norm", "data/tokens_trained"):
+        assert parts[metric] == pytest.approx(whole[metric], rel=1e-4), metric
+
+
 async def test_nothing_to_train_on_is_a_step_that_says_so(trained: Harness, groups: list[Any]) -> None:
     silent = make_group([make_trajectory([{"role": "user", "content": "?"}], float(i)) for i in range(2)])
     await trained.train("none", await trained.upload([silent]))
@@ -151,9 +186,43 @@ async def test_the_adapter_of_another_base_model_is_refused(
     trainer: Any = WorkerHere(tiny_model)
     async with harness(tiny_model, tmp_path, trainer=trainer) as before:
         await before.register(lora=LORA)
-    trainer = WorkerHere(narrow)  # what the name of the base model stands for has changed
+    trainer = WorkerHere(narrow)  # what the name of the base model stands for has changed, behind the server's back
     async with harness(tiny_model, tmp_path, engine=FakeEngine(tiny_model), trainer=trainer) as after:
         await after.register(lora=LORA)
-        # What is stored is to blame, not the batch: the request stays open for a server with the right base model.
-        await fails(after, "bad", groups, "corrupt_object", "do not fit its config and the base model", "interrupted")
+        said = "made for the base model 'tiny', and this trainer runs the Qwen3ForCausalLM in "
+        await fails(after, "bad", groups, "base_mismatch", said)
         assert (await after.say())["message"]["content"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"vocab_size": 300},
+            "vocabulary 102; here 'tiny' is a Qwen3ForCausalLM with 4 layers of width 128, vocabulary 300",
+        ),
+        (
+            {"num_hidden_layers": 5},
+            "4 layers of width 128, vocabulary 102; here 'tiny' is a Qwen3ForCausalLM with 5 layers",
+        ),
+    ],
+)
+async def test_a_base_model_that_has_changed_is_refused_at_registration(
+    tiny_model: Path, groups: list[Any], tmp_path: Path, changes: dict[str, int], says: str
+) -> None:
+    """So no adapter is trained or sampled from on another vocabulary, where every matrix still fits."""
+    first: Any = WorkerHere(tiny_model)
+    async with harness(tiny_model, tmp_path, trainer=first) as before:
+        await before.register(lora=LORA)
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | changes))
+    async with harness(other, tmp_path) as after:
+        reply = await after.register(lora=LORA)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "base_mismatch")
+        assert says in reply.json()["error"]["message"], reply.text
+        assert (await after.register("new", lora=LORA)).status_code == 200
+    again: Any = WorkerHere(tiny_model)
+    async with harness(tiny_model, tmp_path, trainer=again) as back:
+        assert (await back.register(lora=LORA)).status_code == 200
+        await works(back, "good", groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from art_sky.inference.vllm import VllmEngine
 from art_sky.server.models import _check_trainer
 from art_sky.server.parts import Parts, real_parts
 from art_sky.server.server import Server
+from art_sky.training.quantization import dense_copy
 
 DOC = Path(__file__).parents[2] / "docs" / "capabilities.md"
 ONE_GPU = place((Gpu("0", 80_000, 0),))
@@ -82,6 +84,37 @@ async def test_untested_needs_the_users_word(tiny_model: Path, tmp_path: Path) -
         (_, settings, _, placement, _) = seen[0]
         assert placement == ONE_GPU
         assert settings.context_length == 512 and settings.max_lora_rank == 8  # the model's own
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+async def test_the_engine_samples_from_the_base_that_the_trainer_trains_on(
+    tiny_model: Path, tmp_path: Path, quantization: str
+) -> None:
+    copy = tmp_path / "copy"
+    engines: list[Path] = []
+    trainers: list[Path] = []
+
+    async def quantised(folder: Path, *_: Any) -> Path:
+        assert folder == tiny_model and not engines
+        return copy
+
+    def make_engine(folder: Path, *_: Any) -> FakeEngine:
+        engines.append(folder)
+        return FakeEngine(tiny_model)
+
+    def make_trainer(folder: Path, *_: Any) -> FakeTrainer:
+        trainers.append(folder)
+        return FakeTrainer()
+
+    async with harness(tiny_model, tmp_path) as server:
+        parts = server.server.registry._parts
+        server.server.config.trainer.quantization = quantization
+        server.server.registry._parts = dataclasses.replace(
+            parts, make_engine=make_engine, make_trainer=make_trainer, quantised_base=quantised
+        )
+        assert (await server.register()).status_code == 200
+    assert (engines, trainers) == ([copy if quantization == "nf4" else tiny_model], [tiny_model])
+    assert real_parts().quantised_base is dense_copy
 
 
 async def test_a_rank_that_the_engine_was_not_started_for(tiny_model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from training.make_batch import make_groups
 
 from art_sky.config import LoRAConfig, ServerConfig, SFTConfig, TrainConfig, TrainerConfig
-from art_sky.errors import CorruptObject, InvalidConfig
+from art_sky.errors import ArtSkyError, CorruptObject, InvalidConfig
 from art_sky.schemas import InitTask, TrainTask
 from art_sky.store.batches import encode_batch
 from art_sky.training import quantization, trainer, trl
@@ -95,6 +95,32 @@ def test_the_quantised_model_is_near_the_one_that_it_was_made_of(nf4: Policy, ti
     with torch.no_grad():
         ours, theirs = (p.hidden(*arguments).float() for p in (nf4, plain))
     assert 0 < ((ours - theirs).norm() / theirs.norm()).item() < 0.5
+
+
+@needs_bitsandbytes
+async def test_engines_get_the_numbers_that_the_trainer_computes_with(nf4: Policy, tiny_model, tmp_path) -> None:
+    made = await quantization.dense_copy(tiny_model, tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    assert {f.name for f in made.iterdir()} >= {f.name for f in tiny_model.iterdir()}
+    fresh(nf4)
+    dense_weights = {n.replace(".base_layer", ""): dense(m) for n, m in nf4._causal.named_modules() if is_quantised(m)}
+    copied = safetensors.torch.load_file(made / "model.safetensors")
+    assert len(dense_weights) == 28 and copied["model.norm.weight"].dtype == torch.bfloat16
+    for name, weight in dense_weights.items():
+        assert torch.equal(copied[f"{name}.weight"], weight), name
+    ids = torch.arange(1, 40)[None]
+    arguments = (ids, torch.ones_like(ids), torch.arange(39)[None])
+    with torch.no_grad():
+        trained, sampled, plain = (
+            p.hidden(*arguments).float() for p in (nf4, Policy(made, "bfloat16"), Policy(tiny_model, "bfloat16"))
+        )
+    assert (trained - sampled).norm() < 0.01 * (trained - plain).norm()
+    began = (made / "model.safetensors").stat().st_mtime_ns
+    assert await quantization.dense_copy(tiny_model, tmp_path, {}) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == began
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    with pytest.raises(ArtSkyError, match=r"could not be quantised for the engine: .*; mend that, or use"):
+        await quantization.dense_copy(tmp_path / "broken", tmp_path, {})
 
 
 @needs_bitsandbytes

@@ -14,7 +14,7 @@ from training.make_batch import make_group, make_groups, make_trajectory, sample
 from transformers import AutoModelForCausalLM
 
 from art_sky.config import LoRAConfig, TrainConfig
-from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput, TrainFailed
+from art_sky.errors import BaseMismatch, CorruptObject, InvalidConfig, InvalidInput, TrainFailed
 from art_sky.training import passes
 from art_sky.training import state as files
 from art_sky.training.lora import LoRALinear
@@ -321,8 +321,13 @@ def test_lora_targets_must_be_linear_layers_inside_the_model(policy):
 def test_a_foreign_adapter_or_folder_is_refused(policy, tmp_path):
     state = random_adapter(policy)
     name = next(iter(state.adapter))
-    with pytest.raises(CorruptObject, match="do not fit"):
-        policy.load_adapter(state.adapter_config, state.adapter | {name: torch.zeros(1)})
+    made_for = {**state.adapter_config, "base_model_name_or_path": "somewhere/else"}
+    with pytest.raises(BaseMismatch, match=r"made for the base model 'somewhere/else', .* is \(1,\) in the adapter"):
+        policy.load_adapter(made_for, state.adapter | {name: torch.zeros(1)})
+    with pytest.raises(BaseMismatch, match="is not there in the adapter"):
+        policy.load_adapter(made_for, {k: v for k, v in state.adapter.items() if k != name})
+    with pytest.raises(BaseMismatch, match="c_attn"):
+        policy.load_adapter({**made_for, "target_modules": ["c_attn"]}, state.adapter)
     with pytest.raises(CorruptObject, match="cannot be read"):
         files.load(tmp_path)
     with pytest.raises(InvalidInput, match="cannot be loaded"):
