@@ -51,8 +51,8 @@ def place(gpus: tuple[Gpu, ...]) -> Placement:
 
 
 def visible(gpus: tuple[Gpu, ...]) -> dict[str, str]:
-    """The environment in which a process sees these GPUs and no other."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(g.index for g in gpus)}
+    """The environment in which a process sees these GPUs and no other, by the numbers that `nvidia-smi` gives them."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(g.index for g in gpus)}
 
 
 def find_gpus() -> tuple[Gpu, ...]:

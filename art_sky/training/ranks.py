@@ -41,9 +41,13 @@ class Ranks:
     @classmethod
     def join(cls, rank: int, count: int, meeting: Path, gpu: bool) -> Ranks:
         """Waits until all `count` processes have come to the file `meeting`."""
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # no open ports
         backend = "nccl" if gpu else "gloo"
-        dist.init_process_group(backend, f"file://{meeting}", timeout=_WAIT, rank=rank, world_size=count)
+        # So NCCL need not guess from the rank which GPU is meant: each process sees its own as the first.
+        device = torch.device("cuda", 0) if gpu else None
+        dist.init_process_group(
+            backend, f"file://{meeting}", timeout=_WAIT, rank=rank, world_size=count, device_id=device
+        )
         return cls(rank, count, "cuda" if gpu else "cpu")
 
     def sum(self, values: Tensor) -> Tensor:
@@ -93,15 +97,16 @@ class Followers:
         self._ended = threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="art-sky-ranks-")
         meeting = Path(self._folder.name) / "meeting"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu else []
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        environments = {rank: own_gpu(rank, visible) if gpu else {} for rank in range(1, count)}
         self._processes = [
             subprocess.Popen(
                 [*command, "--rank", str(rank), "--meeting", str(meeting)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=os.environ | ({"CUDA_VISIBLE_DEVICES": visible[rank]} if rank < len(visible) else {}),
+                env=os.environ | environment,
             )
-            for rank in range(1, count)
+            for rank, environment in environments.items()
         ]
         for process in self._processes:
             threading.Thread(target=self._watch, args=(process,), daemon=True).start()
@@ -143,6 +148,18 @@ class Followers:
             # This rank waits where nothing tells it, such as for one that never came. The server starts it again.
             print(f"a rank ended with exit code {process.returncode}, and this one with it", file=sys.stderr)
             os._exit(1)
+
+
+def own_gpu(rank: int, visible: str) -> dict[str, str]:
+    """The environment in which a follower sees one GPU: of those in rank 0's CUDA_VISIBLE_DEVICES the one at its rank.
+    Rank 0 sees them all and computes on the first, which is its current one.
+
+    Raises TrainFailed where there are fewer GPUs than ranks: two on one GPU would wait for each other for ever.
+    """
+    gpus = [gpu for gpu in visible.split(",") if gpu]
+    if rank >= len(gpus):
+        raise TrainFailed(f"there is no GPU for process {rank + 1} of the trainer, only {len(gpus)}; lower processes")
+    return {"CUDA_VISIBLE_DEVICES": gpus[rank]}
 
 
 def tasks_of_rank_0() -> Iterable[TrainTask]:

@@ -57,7 +57,7 @@ def test_one_gpu_is_shared_and_more_are_split() -> None:
     assert place((gpu(),)).shared
     split = place((gpu(0), gpu(1), gpu(2)))
     assert (split.engine, split.trainer) == ((gpu(0),), (gpu(1), gpu(2))) and not split.shared
-    assert visible(split.trainer) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    assert visible(split.trainer) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,2"}
 
 
 def test_the_size_is_that_of_the_files(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from training.make_batch import make_groups
 
 from art_sky.config import LoRAConfig, SFTConfig, TrainConfig, TrainerConfig
 from art_sky.errors import ChildDied, TrainFailed
+from art_sky.inference.gpus import Gpu, place, visible
 from art_sky.schemas import InitTask, TrainTask
 from art_sky.store.batches import encode_batch
 from art_sky.training import state as files
 from art_sky.training.process import TrainerProcess
+from art_sky.training.ranks import own_gpu
 from art_sky.training.rows import plan
 from art_sky.training.sequences import build_batch
 
@@ -25,6 +27,19 @@ from art_sky.training.sequences import build_batch
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine are many times slower
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 8])
+def test_engine_and_every_process_of_the_trainer_have_gpus_of_their_own(gpus) -> None:
+    machine = tuple(Gpu(str(i), 80_000, 0) for i in range(gpus))
+    split = place(machine)
+    engine, trainer = (visible(side)["CUDA_VISIBLE_DEVICES"] for side in (split.engine, split.trainer))
+    count = len(split.trainer)
+    # The trainer's process is rank 0, and computes on the first that it sees.
+    ranks = [trainer.split(",")[0]] + [own_gpu(rank, trainer)["CUDA_VISIBLE_DEVICES"] for rank in range(1, count)]
+    assert [*engine.split(","), *ranks] == [gpu.index for gpu in machine]
+    with pytest.raises(TrainFailed, match=f"no GPU for process {count + 1} of the trainer"):
+        own_gpu(count, trainer)
 
 
 @contextlib.asynccontextmanager
