@@ -1,23 +1,6 @@
 """One train call: a batch of groups, its optimizer updates, the metrics of both.
 
-Metrics, and what a bad value means:
-
-- `loss`: of the whole batch, its KL term included, a mean over updates. Its size says little; NaN fails the call.
-- `grad_norm`: before clipping, the largest of the updates. Always far above `max_grad_norm`: lower the learning rate.
-- `reward`, `reward_std_dev`: over all trajectories, skipped groups included. A spread near 0: nothing to learn.
-- `policy/entropy`: nats a trained token. Towards 0: the policy has stopped exploring.
-- `policy/ratio_*`: exp(trainer's logprob - sampler's). Far from 1: the samples are old, or the sampler disagrees.
-- `policy/clip_fraction`: share of tokens that a ratio bound held back. Above 0.2: steps too large or samples too old.
-- `policy/kl`: k3 to the reference, only with `kl_penalty_coef`. Growing without end: the model forgets its language.
-- `policy/sampler_mismatch_abs`, `_mean`, `_k3`: trainer against sampler on comparable tokens, in the first epoch. With
-  the weights that sampled, the first is about 0.04 in bfloat16, 1e-6 in float32. More: stale samples or a wrong engine.
-- `policy/correction_mean`: of the importance weights, only with `importance_correction`. Far from 1: as above.
-- `data/*`: counts. Skipped groups need harder or easier tasks; splits cost computation (the chat template rewrites
-  history); non-comparable tokens are trained with ratio 1; too-long sequences are dropped. `tokens_computed`, of an
-  epoch, is below `tokens_total` by what sequences share, which needs `prefix_tree` 1: the model can be packed.
-- `memory/peak_mib`: of tensors on the GPU in the call, or of the trainer's process since it began, on a CPU. More than
-  the machine has: lower `micro_batch_tokens`.
-- `time/*`: seconds of the call in the trainer, and tokens of computed sequences a second.
+docs/metrics.md says what the metrics are and what a bad value means.
 """
 
 from __future__ import annotations
