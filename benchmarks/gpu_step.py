@@ -1,15 +1,17 @@
 """One optimizer step on a GPU: the prefix tree against plain rows, with random weights in the shapes of Qwen3.
 
-    python benchmarks/gpu_step.py [--models 0.6B,4B] [--tokens 4096,16384] [--seconds 450]
+    python benchmarks/gpu_step.py [--models 0.6B,4B] [--tokens 4096,16384] [--seconds 380]
     python benchmarks/gpu_step.py --tiny        # the same on a CPU with a model of a few layers, as its test runs it
 
-Needs torch, transformers, peft and art-sky's sources (`PYTHONPATH=.`), no network and no files. Base in bfloat16, LoRA
-of rank 16 on all linear layers. A case is a group of 8 completions of one prompt, as many tokens long as the case says
-when each unique token counts once, trained as one packed row (`tree`) and as a plain row a completion in micro-batches
-of the same number of tokens (`rows`), alternately in this process after one step of each to warm up.
+Needs torch, transformers, peft, what these bring (pydantic comes with transformers) and art-sky's sources
+(`PYTHONPATH=.`), no network and no files. Base in bfloat16, LoRA of rank 16 on all linear layers. A case is a group of
+8 completions of one prompt, as many tokens long as the case says when each unique token counts once, trained as one
+packed row (`tree`) and as a plain row a completion in micro-batches of the same number of tokens (`rows`), alternately
+in this process after one step of each to warm up.
 
-One JSON line a case, as soon as it is known: `ours` is the tree, the peer plain rows, both medians of `steps`. Without
-a GPU one line says so.
+One JSON line a case, as soon as it is known: `ours` is the tree, the peer plain rows, both medians of `steps`; a side
+that does not fit into the memory says so, and the next one goes on. At the end the table of docs/performance.md stands
+on standard error. Without a GPU one line says so.
 
     tokens_per_second         of all sequences, padding left out: what the batch holds
     unique_tokens_per_second  that were computed: equal to the above for `rows`
@@ -17,22 +19,31 @@ a GPU one line says so.
                               frozen weights have no gradient; the adapter is left out) by the peak of bfloat16
     peak_mib                  of tensors on the GPU; on a CPU, of the process since it began
 
-No case begins when `--seconds` have gone, so that the whole stays below 8 minutes.
+No case and no step begins when `--seconds` have gone, so that the whole stays below 8 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import gc
+import importlib.util
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+if importlib.util.find_spec("zstandard") is None:
+    # Of the store's files, of which there are none here.
+    sys.modules["zstandard"] = types.SimpleNamespace(ZstdError=ValueError)  # type: ignore[assignment]
 
 from art_sky.config import LoRAConfig, TrainConfig
 from art_sky.training.device import begin_peak, choose_device, peak_mib
@@ -71,7 +82,7 @@ def main() -> None:
     parser.add_argument("--models", default="0.6B,4B")
     parser.add_argument("--tokens", default="4096,16384")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=450.0, help="after which no case begins")
+    parser.add_argument("--seconds", type=float, default=380.0, help="after which no case begins")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
@@ -85,6 +96,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = next((flops for part, flops in PEAKS.items() if part in name), None)
     deadline = time.monotonic() + options.seconds
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for model in options.models.split(","):
             if time.monotonic() > deadline:
@@ -95,16 +107,18 @@ def main() -> None:
                 if time.monotonic() < deadline:
                     case = Case.of(model, tokens)
                     found = measure(policy, state, case, options.steps, deadline)
-                    print(json.dumps(report(case, found, name, peak)), flush=True)
+                    lines.append(report(case, found, name, peak))
+                    print(json.dumps(lines[-1]), flush=True)
             del policy, state
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free()
+    print(table(lines), file=sys.stderr)
 
 
 def measure(
     policy: Policy, state: TrainerState, case: Case, steps: int, deadline: float
 ) -> dict[str, list[dict[str, float]]]:
-    """What each step of each side took; the first of each is left out, unless time is up after it."""
+    """What each step of each side took; the first of each is left out, unless time is up after it. Of a side that does
+    not fit into the memory: nothing."""
     config = TrainConfig(micro_batch_tokens=case.tokens)
     batch = build_batch(
         [group(case, SHAPES[case.model][-1])],
@@ -115,14 +129,28 @@ def measure(
     if policy.not_packed is not None:
         raise SystemExit(f"packed rows are not exact here: {policy.not_packed}")
     found: dict[str, list[dict[str, float]]] = {"tree": [], "rows": []}
+    fits = dict.fromkeys(found, True)
     for n in range(steps + 1):
         for side, seen in found.items():
-            seen.append(one_step(policy, state, batch, config, plain=side == "rows"))
-            if n == 1:
+            if n and time.monotonic() > deadline:
+                return found
+            try:
+                if fits[side]:
+                    seen.append(one_step(policy, state, batch, config, plain=side == "rows"))
+            except torch.OutOfMemoryError:
+                fits[side] = False
+            if not fits[side]:
+                seen.clear()
+                free()  # after the exception, which holds what its frames do
+            elif n == 1:
                 del seen[0]
-        if time.monotonic() > deadline:
-            break
     return found
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def one_step(policy: Policy, state: TrainerState, batch: Batch, config: TrainConfig, plain: bool) -> dict[str, float]:
@@ -148,12 +176,14 @@ def report(case: Case, found: dict[str, list[dict[str, float]]], gpu: str, peak:
         "case": f"{case.model} {case.tokens}",
         "ours": tree,
         "peers": {"rows": rows},
-        "ratio": {"seconds": round(rows["seconds"] / tree["seconds"], 3)},
-        "notes": {"gpu": gpu, "torch": torch.__version__, "steps": len(found["tree"])},
+        "ratio": {"seconds": round(rows["seconds"] / tree["seconds"], 3)} if "seconds" in tree.keys() & rows else {},
+        "notes": {"gpu": gpu, "torch": torch.__version__, "steps": min(map(len, found.values()))},
     }
 
 
 def summary(case: Case, side: str, steps: list[dict[str, float]], peak: float | None) -> dict[str, Any]:
+    if not steps:
+        return {"out_of_memory": True}
     each = {k: statistics.median(step[k] for step in steps) for k in steps[0]}
     rate = flops_of(case, plain=side == "rows") / each["seconds"]
     return {
@@ -165,6 +195,19 @@ def summary(case: Case, side: str, steps: list[dict[str, float]], peak: float | 
         "peak_mib": round(each["peak_mib"]),
         "loss": each["loss"],
     }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """For docs/performance.md."""
+    columns = ("tokens_per_second", "unique_tokens_per_second", "mfu", "peak_mib")
+    machines = {f"{line['notes']['gpu']}, torch {line['notes']['torch']}" for line in lines}
+    rows = [f"{datetime.date.today():%d %B %Y}: {'; '.join(machines)}", ""]
+    rows += ["| case | side | tokens/s | unique tokens/s | MFU | peak MiB |", "|---|---|---|---|---|---|"]
+    for line in lines:
+        for side, found in (("tree", line["ours"]), ("rows", line["peers"]["rows"])):
+            cells = ["out of memory", "", "", ""] if "out_of_memory" in found else [str(found[c]) for c in columns]
+            rows.append(f"| {line['case']} | {side} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def flops_of(case: Case, plain: bool) -> float:
