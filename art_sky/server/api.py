@@ -32,7 +32,7 @@ from art_sky.schemas import (
     Sha256,
     TrainRequest,
 )
-from art_sky.server.jobs import LiveJob
+from art_sky.server.live_job import LiveJob
 from art_sky.server.models import KnownModel
 from art_sky.server.server import Server
 from art_sky.server.wire_json import AsciiJSON, StrictRoute, dumps

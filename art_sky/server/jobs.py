@@ -7,9 +7,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -17,12 +15,9 @@ from art_sky.config import AnyTrainConfig, SFTConfig, TrainConfig
 from art_sky.errors import ArtSkyError, Busy, Cancelled, ChildDied, Conflict, NotFound, StoreError, TrainFailed
 from art_sky.schemas import (
     JOB_TERMINAL,
-    JOB_TRANSITIONS,
     AttemptRecord,
     FileRef,
     Job,
-    JobEvent,
-    JobState,
     Manifest,
     TrainOutcome,
     TrainRequest,
@@ -32,6 +27,7 @@ from art_sky.schemas import (
 )
 from art_sky.server.activity import Activity
 from art_sky.server.examples import as_examples
+from art_sky.server.live_job import LiveJob
 from art_sky.server.models import Registry, ServedModel, step_files, versions
 from art_sky.server.render import ChatTemplate
 from art_sky.server.vocabulary import Vocabulary
@@ -46,74 +42,7 @@ log = logging.getLogger("art_sky.server")
 _CONFIG: TypeAdapter[TrainConfig | SFTConfig] = TypeAdapter(AnyTrainConfig)
 
 SILENT_SECONDS = 3600.0  # the longest one micro-batch, or the trainer's start, may take
-HEARTBEAT_SECONDS = 10.0
 KEPT_JOBS = 1000  # ended ones in memory; older ones are answered from the store
-
-
-class LiveJob:
-    """A job with its events. All changes of state go through `move`."""
-
-    def __init__(self, model: ServedModel, record: TrainRequestRecord, state: JobState = "queued") -> None:
-        self.model, self.record = model, record
-        self.state: JobState = state
-        self.attempts = 0
-        self.result: TrainResult | None = None
-        self.error: ArtSkyError | None = None
-        self.again = False  # failed for a reason outside the request: the same id may be sent again
-        self.cancel = asyncio.Event()
-        self._events: list[JobEvent] = []
-        self._changed = asyncio.Event()
-        self.emit("state", {"state": state})
-
-    def move(self, state: JobState, **data: Any) -> None:
-        if state not in JOB_TRANSITIONS[self.state]:
-            raise AssertionError(f"a job cannot go from {self.state} to {state}")
-        self.state = state
-        self.emit("state", {"state": state, **data})
-
-    def emit(self, kind: Literal["state", "progress", "warning"], data: dict[str, Any]) -> None:
-        self._events.append(JobEvent(offset=len(self._events), time=time.time(), kind=kind, data=data))
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    def fail(self, error: ArtSkyError, *, again: bool = False) -> None:
-        self.error, self.again = error, again
-        self.move("failed", error=error.to_wire()["error"])
-
-    def commit(self, result: TrainResult) -> None:
-        self.result = result
-        self.move("committed", result=result.model_dump())
-
-    def view(self) -> Job:
-        return Job(
-            request_id=self.record.request,
-            project=self.model.project,
-            name=self.model.name,
-            state=self.state,
-            created=self.record.created,
-            attempts=self.attempts,
-            result=self.result,
-            error=self.error.to_wire()["error"] if self.error else None,
-            events=len(self._events),
-        )
-
-    async def events(self, offset: int) -> AsyncIterator[JobEvent | None]:
-        """Events from `offset` on until the job has ended; None is a heartbeat.
-
-        A server that was restarted counts anew: an offset beyond its events gives all of them.
-        """
-        at = offset if offset <= len(self._events) else 0
-        while True:
-            while at < len(self._events):
-                yield self._events[at]
-                at += 1
-            if self.state in JOB_TERMINAL:
-                return
-            try:
-                async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await self._changed.wait()
-            except TimeoutError:
-                yield None
 
 
 class Jobs:

@@ -10,7 +10,7 @@ import pytest
 from server_fakes import GROUP, JSON, FakeTrainer, Harness, harness, until
 
 from art_sky.errors import ChildDied, MissingTokens, NoDiskSpace, TrainFailed
-from art_sky.server import jobs as jobs_module
+from art_sky.server import live_job
 from art_sky.store.writer import Writer
 
 DIED = ChildDied("the trainer ended; call again")
@@ -73,7 +73,7 @@ async def test_events_are_read_again_from_any_offset(server: Harness) -> None:
 
 
 async def test_stream_sends_heartbeats(server: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_module, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(live_job, "HEARTBEAT_SECONDS", 0.01)
     server.trainer.gate = asyncio.Event()
     await server.train("r1", await server.upload([GROUP]))
     job = await server.server.jobs.get("r1")
