@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from art_sky.config import EngineConfig
 from art_sky.errors import ArtSkyError, Busy, ChildDied, InvalidConfig, InvalidInput, PromptTooLong
 from art_sky.inference.gpus import Gpu, Placement
 from art_sky.inference.protocol import GenerateEnd, GenerateRequest, TokenDelta
-from art_sky.inference.vllm import VllmEngine
+from art_sky.inference.vllm import VllmEngine, vllm_command
+from art_sky.inference.vllm_install import VllmInstall
 from art_sky.schemas import AdapterRef
 
 Make = Callable[..., VllmEngine]
@@ -427,6 +429,13 @@ async def test_what_cannot_work_is_refused_before_start(
     with pytest.raises(InvalidConfig, match=r"has no vLLM; `make vllm`"):
         await make().start()
     assert not calls.all("start")
+
+
+@pytest.mark.parametrize(("cpu_build", "max_batch", "tokens"), [(True, 64, "256"), (True, 300, "300"), (False, 64, "")])
+def test_steps_on_a_cpu_are_short(cpu_build: bool, max_batch: int, tokens: str, tmp_path: Path) -> None:
+    config = EngineConfig(kind="vllm", context_length=64, max_batch=max_batch)
+    command = vllm_command(VllmInstall("python", "0.32.0", cpu_build), tmp_path, config, Placement(), 64, tmp_path)
+    assert dict(pairwise(command)).get("--max-num-batched-tokens", "") == tokens
 
 
 async def test_a_machine_with_several_gpus(make: Make, calls: Calls) -> None:
