@@ -71,7 +71,7 @@ def _rented_logs(view: dict[str, Any], follow: bool, lines: int, number: int | N
 
 def _stored_logs(view: dict[str, Any], lines: int, number: int) -> None:
     node = f"{view['id']}-{number}"
-    folder, pushed = pull_logs(view["store"], view["id"], node)
+    folder, pushed = pull_logs(view["store_here"], view["id"], node)
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(pushed))
     click.echo(f"The logs of {node} as of {at}, whole in {folder}", err=True)
     for name, text in last_lines(folder, lines):

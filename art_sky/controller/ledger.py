@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import quote
 
 from art_sky.controller import money
 from art_sky.controller.rented import Node, RentedCluster
@@ -74,10 +73,7 @@ class StoreLedger:
 def _open(cluster: RentedCluster) -> Store:
     from art_sky.store import open_store
 
-    url, profile = cluster.request.store, cluster.request.store_profile
-    if profile is not None:  # what may reach it from a machine may from here
-        url += f"{'&' if '?' in url else '?'}profile={quote(profile)}"
     try:
-        return open_store(url)
+        return open_store(cluster.request.store_here)
     except InvalidConfig as e:
         raise StoreError(e.message) from e

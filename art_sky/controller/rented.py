@@ -8,6 +8,7 @@ node. Every record is written before the call that it announces, so that a contr
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import quote
 
 from art_sky.config import Limits, Settings
 from art_sky.controller.provider import Wanted
@@ -54,6 +55,13 @@ class LaunchRequest(Settings):
 
     def image_in(self, region: str) -> str | None:
         return self.image_id.get(region) if isinstance(self.image_id, dict) else self.image_id
+
+    @property
+    def store_here(self) -> str:
+        """The store's URL as this computer opens it: what may reach it from a machine may from here."""
+        if self.store_profile is None or not self.store.startswith("s3://"):
+            return self.store
+        return f"{self.store}{'&' if '?' in self.store else '?'}profile={quote(self.store_profile)}"
 
     def wanted(self) -> Wanted:
         regions = self.regions or (list(self.image_id) if isinstance(self.image_id, dict) else [])

@@ -38,6 +38,7 @@ def cluster_view(
         "base_url": f"http://127.0.0.1:{cluster.port}",
         "token_file": str(token_file(cluster.name)),
         "store": cluster.request.store,
+        "store_here": cluster.request.store_here,
         "created": cluster.created,
         "node": node.model_dump() if node is not None else None,
         "nodes": len(cluster.nodes),

@@ -18,6 +18,7 @@ from art_sky.controller.rented import LaunchRequest, Node
 from art_sky.controller.store_credential import expires, from_profile, from_source
 from art_sky.controller.views import cluster_view
 from art_sky.errors import CorruptObject, InvalidConfig
+from art_sky.store.s3_location import parse_location
 
 HOUR = 3600.0
 
@@ -250,7 +251,7 @@ def test_a_profile_without_a_credential_is_one_line(profiles: Path, tmp_path: Pa
 
 
 def test_a_file_is_read_anew_each_time(tmp_path: Path) -> None:
-    request = LaunchRequest(name="run", store="s3://b/p", store_credential=str(tmp_path / "key"))
+    request = LaunchRequest(name="run", store="s3://runs/p", store_credential=str(tmp_path / "key"))
     with pytest.raises(InvalidConfig, match=r"key cannot be read .*; `aws configure export-credentials"):
         from_source(request)
     for key in ("one", "two"):
@@ -259,4 +260,14 @@ def test_a_file_is_read_anew_each_time(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("AWS_ACCESS_KEY_ID=a\nAWS_SECRET_ACCESS_KEY=s\nAWS_CREDENTIAL_EXPIRATION=soon\n")
     with pytest.raises(InvalidConfig, match="is no time"):
         from_source(request)
-    assert from_source(LaunchRequest(name="run", store="s3://b/p")) == {} and RENEW_SECONDS < HOUR
+    assert from_source(LaunchRequest(name="run", store="s3://runs/p")) == {} and RENEW_SECONDS < HOUR
+
+
+def test_this_computer_reaches_the_store_as_its_machines_do() -> None:
+    def here(store: str, profile: str | None) -> str:
+        return LaunchRequest(name="run", store=store, store_profile=profile).store_here
+
+    assert here("s3://runs/p", None) == "s3://runs/p"
+    assert here("s3://runs/p", "my lab") == "s3://runs/p?profile=my%20lab"
+    assert here("s3://runs/p?region=x", "lab") == "s3://runs/p?region=x&profile=lab"
+    assert parse_location(here("s3://runs/p", "my lab")).profile == "my lab"

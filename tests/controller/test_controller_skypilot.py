@@ -132,6 +132,27 @@ def test_a_node_of_another_computer_is_not_guessed_at(tmp_path: Path) -> None:
         provider(tmp_path, "").find("artsky-ffffffff-1")
 
 
+def test_a_node_of_another_computer_is_ended_where_a_cloud_says_it_is(tmp_path: Path) -> None:
+    """As `art-sky gc` does with what store or user confirm."""
+    cloud = provider(
+        tmp_path,
+        """
+        machine = {"node": "artsky-ffffffff-1", "seen": "running", "cloud": "aws", "region": "eu-west-1"}
+        answers = {"check": {"aws": None}, "machines": [machine], "end": None}
+        open("%s", "a").write(json.dumps(call) + "\\n")
+        say(event="result", value=answers[call["call"]])
+        """
+        % (tmp_path / "calls"),
+    )
+    cloud.end("artsky-ffffffff-1")
+    ended = json.loads((tmp_path / "calls").read_text().splitlines()[-1])
+    assert ended == {
+        "call": "end", "node": "artsky-ffffffff-1", "cloud": "aws", "region": "eu-west-1", "request": None,
+    }  # fmt: skip
+    with pytest.raises(CloudError, match="was not launched from this computer"):
+        cloud.end("artsky-ffffffff-2")
+
+
 def test_no_cloud_is_an_error_with_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(NoCredentials, match="sky check"):
         provider(tmp_path, "say(event='result', value={})").check()

@@ -110,7 +110,14 @@ class SkyPilotProvider:
             launching = self._launching.get(node)
         if launching is not None:
             _kill(launching)
-        order = self._order(node)
+        try:
+            order = self._order(node)
+        except CloudError:
+            # Of another computer, as `art-sky gc` may find it: only by what the clouds themselves say of it.
+            found = next((m for m in self.list() if m.node == node), None)
+            if found is None:
+                raise
+            order = {"cloud": found.cloud, "region": found.region, "request": None}
         call = {"node": node, "cloud": order["cloud"], "region": order["region"], "request": order["request"]}
         self._call("end", call)
 
