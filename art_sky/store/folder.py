@@ -331,6 +331,9 @@ class FolderLease:
         self._fd: int | None = fd
         self._pid = os.getpid()
 
+    def recover(self) -> None:
+        return  # the kernel keeps it, whatever happens
+
     def check(self) -> None:
         if self._fd is None:
             raise LeaseLost(f"the lease {self.key!r} was released; open the writer again")

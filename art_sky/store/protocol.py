@@ -39,6 +39,10 @@ class Lease(Protocol):
         """Raises LeaseLost when the claim can no longer be relied on."""
         ...
 
+    def recover(self) -> None:
+        """After an outage: where nobody else took it meanwhile, `check` passes again. Raises nothing."""
+        ...
+
     def release(self) -> None: ...
 
 

@@ -145,6 +145,12 @@ class BucketLease:
                 f"process may take it: {why}"
             )
 
+    def recover(self) -> None:
+        try:
+            self.renew()
+        except StoreError as e:
+            self._failed = e.message
+
     def renew(self) -> None:
         """Shows a sign of life. Raises StoreError when it is not known to have been seen."""
         with self._lock:
@@ -157,7 +163,7 @@ class BucketLease:
             except (PreconditionFailed, ObjectNotFound):
                 self._look()
                 return
-            self._renewed = began
+            self._renewed, self._failed = began, ""
 
     def release(self) -> None:
         """The next one need not wait. When that cannot be written down, it has to wait for a ttl."""
@@ -182,8 +188,6 @@ class BucketLease:
             except StoreError as e:
                 self._failed = e.message
                 log.warning("the lease %r was not renewed: %s", self.key, e)  # `check` counts the time
-            else:
-                self._failed = ""
 
     def _look(self) -> None:
         """After a refused renewal: is it another's, or an earlier renewal of our own that came late?"""

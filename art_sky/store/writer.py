@@ -157,7 +157,12 @@ class Writer:
         with self._mutex:
             if self._unknown is not None:
                 raise self._unknown
-            self._lease.check()
+            try:
+                self._lease.check()
+            except LeaseLost:
+                # The store was out of reach, and may be back before the next renewal is due.
+                self._lease.recover()
+                self._lease.check()
             yield
 
     def check(self) -> None:

@@ -10,5 +10,8 @@ class DeafLease:
     def check(self) -> None:
         return
 
+    def recover(self) -> None:
+        return
+
     def release(self) -> None:
         return

@@ -130,6 +130,26 @@ def test_the_holder_stops_half_a_ttl_before_another_may_take_it(store: S3Store, 
         one.check()
 
 
+def test_after_an_outage_it_is_still_the_holder_s_unless_somebody_took_it(store: S3Store, clock: FakeClock) -> None:
+    one, real = lease(store, clock), store.swap
+
+    def refused(*_: object) -> str:
+        raise StoreError("ExpiredToken; the credentials have expired: log in again")
+
+    store.swap = refused  # type: ignore[method-assign]
+    clock.now += TTL
+    one.recover()
+    with pytest.raises(LeaseLost, match=r"not be renewed for .* ExpiredToken; the credentials have expired"):
+        one.check()
+    store.swap = real  # type: ignore[method-assign]
+    one.recover()
+    one.check()
+    lease(store, clock, "two", wait=100 * TTL)
+    one.recover()
+    with pytest.raises(LeaseLost, match="another process took"):
+        one.check()
+
+
 def test_a_machine_that_slept_has_lost_it(store: S3Store, clock: FakeClock) -> None:
     one = lease(store, clock)
     clock.asleep = 8 * 3600

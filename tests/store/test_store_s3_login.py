@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,15 +10,19 @@ from pathlib import Path
 import pytest
 from s3_servers import BUCKET
 from s3_stub import Reply, Request, Stub, error, serving
+from store_workers import make_files
 
-from art_sky.errors import StoreError
+from art_sky.config import LoRAConfig
+from art_sky.errors import LeaseLost, StoreError
 from art_sky.node import credentials
 from art_sky.node.records import Secrets
+from art_sky.schemas import ModelRecord
+from art_sky.store.model_store import ModelStore
 from art_sky.store.s3 import S3Store
 from art_sky.store.s3_client import Timing
 
 pytestmark = pytest.mark.usefixtures("quick_threads")
-BRIEF = Timing(deadline=1.0, conditional=1.0, first_contact=1.0, read=1.0, first_pause=0.01, longest_pause=0.05)
+PATIENT = Timing(deadline=20, conditional=20, first_contact=20, read=10, first_pause=0.01, longest_pause=0.05)
 
 
 class Guarded(Stub):
@@ -71,7 +76,7 @@ def test_a_fresh_credential_reaches_an_open_store(
 ) -> None:
     """Whether or not it was known when the old one would end."""
     give("first", hours)
-    store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", BRIEF)
+    store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", PATIENT)
     use(store, "a")
     stub.key = "second"
     with pytest.raises(StoreError, match=r"ExpiredToken.*credentials have expired: log in again"):
@@ -88,7 +93,7 @@ def test_a_fresh_credential_reaches_an_open_store(
 def test_a_credential_whose_time_is_over_is_told_as_such(stub: Guarded, give: Callable[..., None]) -> None:
     """botocore notices it by itself and then raises no error of its own."""
     give("first", -0.1)
-    store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", BRIEF)
+    store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", PATIENT)
     with pytest.raises(StoreError, match=r"still expired; the credentials have expired: log in again"):
         store.put("p/a", b"1")
     with pytest.raises(StoreError, match="credentials have expired"):
@@ -98,3 +103,22 @@ def test_a_credential_whose_time_is_over_is_told_as_such(stub: Guarded, give: Ca
     assert stub.seen == []
     give("first", 1.0)
     use(store, "a")
+
+
+def test_a_writer_commits_again_as_soon_as_the_fresh_one_is_there(
+    stub: Guarded, give: Callable[..., None], tmp_path: Path
+) -> None:
+    """Its lease could not be renewed meanwhile; nobody took it."""
+    give("first", 1.0)
+    model = ModelStore(S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}&lease_ttl=1", PATIENT), "p", "m")
+    record = {"project": "p", "name": "m", "base_model": "b", "lora": LoRAConfig(), "created": 1.0, "created_by": "t"}
+    model.create(ModelRecord(**record))
+    with model.open_writer("server") as writer:
+        writer.commit(step=0, request="r0", files=make_files(tmp_path / "r0", "0"), updates=0)
+        stub.key = "second"
+        time.sleep(0.8)
+        with pytest.raises(LeaseLost, match=r"could not be renewed for .*the credentials have expired"):
+            writer.commit(step=1, request="r1", files=make_files(tmp_path / "r1", "1"), updates=1)
+        give("second", 1.0)
+        writer.commit(step=1, request="r1", files=make_files(tmp_path / "r1", "1"), updates=1)
+        assert model.head().step == 1
