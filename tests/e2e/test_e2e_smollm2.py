@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -39,6 +40,15 @@ def test_the_demo_learns(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_the_demo_learns_by_trls_trainer_too(tmp_path: Path) -> None:
     result = run_demo(DemoOptions(store=str(tmp_path / "run"), trainer="trl"), Quiet())
+    assert result.validation["before"] < 0.3
+    assert result.validation["after"] >= 0.8
+
+
+@pytest.mark.unsloth
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth; `make test-unsloth`")
+def test_the_demo_learns_on_a_model_that_unsloth_loads(tmp_path: Path) -> None:
+    result = run_demo(DemoOptions(store=str(tmp_path / "run"), trainer="unsloth"), Quiet())
     assert result.validation["before"] < 0.3
     assert result.validation["after"] >= 0.8
 
