@@ -1,4 +1,4 @@
-"""What an agent developer runs on the laptop: CLUSTER STEPS. Rewards digits; prints one JSON line a step."""
+"""What an agent developer runs on the laptop: CLUSTER STEPS [EPOCHS]. Rewards digits; prints one JSON line a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def rollout(model: art.TrainableModel, task: int, seed: int) -> art.Trajec
     return art.Trajectory(messages_and_choices=[*messages, choice], reward=reward)
 
 
-async def main(cluster: str, steps: int) -> None:
+async def main(cluster: str, steps: int, epochs: int = 1) -> None:
     backend = art.connect(cluster)
     try:
         model = art.TrainableModel(name="agent", project="tests", base_model="smollm2-135m")
@@ -37,11 +37,11 @@ async def main(cluster: str, steps: int) -> None:
                 art.TrajectoryGroup(rollout(model, g, step * 1000 + g * SIZE + i) for i in range(SIZE))
                 for g in range(GROUPS)
             )
-            await model.train(groups, config=art.TrainConfig(learning_rate=1e-5))
+            await model.train(groups, config=art.TrainConfig(learning_rate=1e-5, epochs=epochs))
             print(json.dumps({"step": step + 1, "seconds": round(time.monotonic() - began, 1)}), flush=True)
     finally:
         await backend.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -93,6 +93,12 @@ def launch(cloud: FakeCloud, name: str, *options: str) -> dict[str, Any]:
     return view
 
 
+def views(cloud: FakeCloud) -> list[dict[str, Any]]:
+    """Of all rented clusters, those that are over too."""
+    found: list[dict[str, Any]] = json.loads(cloud.run(["art-sky", "status", "--all", "--json"]).stdout)["rented"]
+    return found
+
+
 def machine_of(cloud: FakeCloud, view: dict[str, Any]) -> Instance:
     (machine,) = (i for i in cloud.instances(live=True) if i.tags.get("art-sky-node") == view["node"]["name"])
     return machine

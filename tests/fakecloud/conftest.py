@@ -1,4 +1,4 @@
-"""The session's simulated cloud."""
+"""The session's simulated cloud, and the order of its tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from collections.abc import Iterator
 import pytest
 from fakecloud_environment import Unavailable
 from fakecloud_session import FakeCloud
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "first: starts what takes minutes to end, before all other tests")
+    config.addinivalue_line("markers", "last: looks at it, after all other tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """So that the minutes in which a machine is only waited for are spent on the other tests."""
+    items.sort(
+        key=lambda item: (item.get_closest_marker("last") is not None) - (item.get_closest_marker("first") is not None)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -185,6 +185,8 @@ class Host:
         machine = self.machine
         # What only a simulated node needs: where the cloud's API is. Its own role and region come as on a real one.
         environment = {"AWS_ENDPOINT_URL": self.api, "AWS_DEFAULT_REGION": machine.region}
+        # Ray, in which SkyPilot runs jobs, kills them at 95 % of the memory: here that of all hosts together.
+        environment["RAY_memory_monitor_refresh_ms"] = "0"
         environment |= {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "HF_HUB_OFFLINE": "1"}
         programs = {"/usr/bin/systemctl": (HERE / "fakecloud_systemctl.py").read_text()}
         if machine.gpus:

@@ -272,7 +272,14 @@ class FakeCloud:
             time.sleep(0.1)
 
     def on_host(
-        self, id: str, argv: Sequence[str], *, user: str = "root", check: bool = True, timeout: float = 60
+        self,
+        id: str,
+        argv: Sequence[str],
+        *,
+        user: str = "root",
+        check: bool = True,
+        timeout: float = 60,
+        input: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on a host behind SSH's back, as its root or as another of its users."""
         (instance,) = (i for i in self.instances() if i.id == id)
@@ -284,7 +291,7 @@ class FakeCloud:
         command = ["nsenter", "-t", str(instance.pid), *spaces, "--"]
         command += ["env", "-i", "-C", home, *environment, f"PATH={SYSTEM_PATH}"]
         command += argv if user == "root" else ["sudo", "-n", "-H", "-u", user, "--", *argv]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, input=input, check=False)
         if check and done.returncode:
             output = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
             raise AssertionError(f"{argv} on {id} ended with {done.returncode}\n{output}")

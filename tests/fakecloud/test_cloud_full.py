@@ -20,6 +20,7 @@ from cloud_harness import (
     steps_of,
     store_of,
     train,
+    views,
     wait,
 )
 from fakecloud_session import FakeCloud
@@ -37,7 +38,7 @@ def test_ctrl_c_in_each_phase(fakecloud: FakeCloud, phase: str, tmp_path: Path) 
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(END_SECONDS) == 130, Path(log.name).read_text()[-2000:]
-    (cluster,) = (c for c in status(fakecloud) if c["name"] == f"ctrl-{phase}")
+    (cluster,) = (c for c in views(fakecloud) if c["name"] == f"ctrl-{phase}")
     assert cluster["state"] == "down"
     assert live_machines(fakecloud, cluster["id"]) == []
     print(f"\n{phase}: nothing is billed {time.monotonic() - began:.0f} s after Ctrl-C")
@@ -59,7 +60,7 @@ def test_a_spot_machine_is_taken_away(fakecloud: FakeCloud, notice: int, monkeyp
         print(Path(log.name).read_text())
     store = store_of(fakecloud, name, monkeypatch)
     assert [m.step for m in steps_of(store)] == [0, 1, 2, 3, 4]
-    (now,) = (c for c in status(fakecloud) if c["name"] == name)
+    (now,) = (c for c in views(fakecloud) if c["name"] == name)
     assert now["base_url"] == view["base_url"] and now["nodes"] == 2
     fakecloud.run(["art-sky", "down", name], timeout=600)
     entries = ledger(store, view["id"])
@@ -71,7 +72,7 @@ def test_a_killed_controller_is_followed_by_another(fakecloud: FakeCloud) -> Non
     control = json.loads((fakecloud.home / ".art-sky/controller/control.json").read_text())
     os.kill(control["pid"], signal.SIGKILL)
     train(fakecloud, "killed", 1)  # starts one
-    (now,) = (c for c in status(fakecloud) if c["name"] == "killed")
+    (now,) = (c for c in views(fakecloud) if c["name"] == "killed")
     assert now["base_url"] == view["base_url"] and now["node"]["name"] == view["node"]["name"]
     fakecloud.run(["art-sky", "down", "killed"], timeout=600)
     assert live_machines(fakecloud, view["id"]) == []
@@ -87,16 +88,10 @@ def test_a_stranger_on_the_address_hears_nothing(fakecloud: FakeCloud) -> None:
 
     def refused() -> bool:
         fakecloud.run(asked, input=secret, check=False)  # held, or cut with the tunnel
-        return "has another SSH host key" in log.read_text() + json.dumps(status(fakecloud))
+        return "has another SSH host key" in log.read_text() + json.dumps(views(fakecloud))
 
     wait("the refusal", refused, 300)
     heard = fakecloud.heard(stranger)
     assert "command:" not in heard and token not in heard and "only for the node" not in heard
     fakecloud.run(["art-sky", "down", "stranger"], timeout=600)
     assert live_machines(fakecloud, view["id"]) == []
-
-
-def status(cloud: FakeCloud) -> list[dict[str, object]]:
-    """Views of all rented clusters, those that are over too."""
-    found: list[dict[str, object]] = json.loads(cloud.run(["art-sky", "status", "--all", "--json"]).stdout)["rented"]
-    return found

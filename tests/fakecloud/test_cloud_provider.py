@@ -108,6 +108,7 @@ def test_keys_that_are_refused_are_named(fakecloud: FakeCloud, sky: SkyPilotProv
         sky.find("artsky-00000003-1")
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_made_though_the_cloud_said_no(
     fakecloud: FakeCloud, sky: SkyPilotProvider, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_skypilots_server_dies_in_a_launch(fakecloud: FakeCloud, sky: SkyPilotPr
         fakecloud.kill_laptop()  # what the dead server left keeps the next one from starting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["provision", "runtime"])
 def test_end_in_the_middle_of_a_launch_leaves_nothing(
     fakecloud: FakeCloud, sky: SkyPilotProvider, tmp_path: Path, phase: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,18 +20,8 @@ from cloud_harness import (
 from fakecloud_session import LAPTOP_KEY, LAPTOP_SECRET, FakeCloud
 
 pytestmark = [pytest.mark.cloud, pytest.mark.timeout(2400)]
-REBOOT_SECONDS = 900.0
 
 
-@pytest.fixture(scope="module")
-def rebooted(fakecloud: FakeCloud) -> Iterator[tuple[str, float]]:
-    """A machine whose power was cut when the first test began: its 10 minutes go by during the others."""
-    machine = machine_of(fakecloud, launch(fakecloud, "reboot"))
-    fakecloud.reboot(machine.id)
-    yield machine.id, time.monotonic()
-
-
-@pytest.mark.usefixtures("rebooted")
 def test_setup_that_fails(fakecloud: FakeCloud) -> None:
     """vLLM cannot be had there."""
     began = time.monotonic()
@@ -45,7 +34,6 @@ def test_setup_that_fails(fakecloud: FakeCloud) -> None:
     assert "the installation failed" in fakecloud.run(["art-sky", "logs", "setup"]).stdout
 
 
-@pytest.mark.usefixtures("rebooted")
 def test_nobody_else_gets_in_and_down_ends_it_although_two_terminations_fail(
     fakecloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,14 +71,6 @@ def test_nobody_else_gets_in_and_down_ends_it_although_two_terminations_fail(
     assert took < END_SECONDS + 180
     assert [m.step for m in steps_of(store)] == [0, 1]
     assert [e.closed_unix is not None for e in ledger(store, view["id"])] == [True]
-
-
-def test_a_machine_that_was_rebooted_ends_itself(fakecloud: FakeCloud, rebooted: tuple[str, float]) -> None:
-    """SkyPilot does not start the job again and forgets its autodown; the guard, which starts with the machine, ends
-    it. The controller may find out first."""
-    machine, began = rebooted
-    fakecloud.wait_gone(machine, REBOOT_SECONDS - (time.monotonic() - began))
-    print(f"\ngone within {time.monotonic() - began:.0f} s of the reboot")
 
 
 def laptop_argv(cloud: FakeCloud) -> str:

@@ -31,6 +31,7 @@ assert sky.tail_logs("artsky-tiny", job, follow=True) == 0
 """
 
 
+@pytest.mark.slow
 def test_skypilot_launches_fails_over_and_ends_the_machine_by_itself(fakecloud: FakeCloud) -> None:
     fakecloud.capacity_error("g6.xlarge")
     began = time.monotonic()
