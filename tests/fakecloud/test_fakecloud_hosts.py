@@ -69,7 +69,7 @@ def test_enabled_units_survive_a_reboot_and_others_do_not(fakecloud: FakeCloud, 
     first = fakecloud.on_host(host.id, ["systemctl", "show", "--property=MainPID", "--value", "daemon"]).stdout
     fakecloud.on_host(host.id, ["kill", "-9", first.strip()])
     eventually(lambda: fakecloud.on_host(host.id, ["systemctl", "is-active", "daemon"], check=False).returncode == 0)
-    count = "wc -l < /var/lib/counter; cat /proc/sys/kernel/random/boot_id"
+    count = "cat /var/lib/counter 2> /dev/null | wc -l; cat /proc/sys/kernel/random/boot_id"
     eventually(lambda: int(fakecloud.on_host(host.id, ["sh", "-c", count]).stdout.split()[0]) > 2)
     before = fakecloud.on_host(host.id, ["sh", "-c", count]).stdout.split()
 
