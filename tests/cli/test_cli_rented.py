@@ -38,7 +38,7 @@ def cloud(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
     folder.mkdir()
     monkeypatch.setenv("COLUMNS", "220")
     monkeypatch.setenv("ART_SKY_TEST_CLOUD", str(folder))
-    monkeypatch.setenv("ART_SKY_PROVIDER", "ssh_cloud:SshCloud")
+    monkeypatch.setenv("ART_SKY_PROVIDER", "ssh_cloud:provider")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([CONTROLLER_TESTS, os.environ.get("PYTHONPATH", "")]))
     yield folder
     control = home() / "controller" / "control.json"

@@ -43,7 +43,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.setenv("ART_SKY_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ART_SKY_TEST_CLOUD", str(folder))
-    monkeypatch.setenv("ART_SKY_PROVIDER", "ssh_cloud:SshCloud")
+    monkeypatch.setenv("ART_SKY_PROVIDER", "ssh_cloud:provider")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     yield folder
     pid = controller_pid()
