@@ -10,25 +10,23 @@ The store is a bucket with many models. `stub`: a server in memory whose answers
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from cli_start import run
+from store_sync import BUCKET, serving
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "store"))
 sys.path.insert(0, str(HERE.parent / "tests" / "cli"))
 STEPS = 5
-BUCKET = "art-sky-tests"
 DELAY_MS = 20
 COMMANDS = {
     "models": ["models"],
@@ -51,7 +49,7 @@ def main() -> None:
 
     os.environ.update(s3_servers.ENVIRONMENT, AWS_DEFAULT_REGION="us-east-1", AWS_REGION="us-east-1")
     for server in given.servers.split(","):
-        with tempfile.TemporaryDirectory() as scratch, serving(server, Path(scratch)) as endpoint:
+        with tempfile.TemporaryDirectory() as scratch, serving(server, Path(scratch), DELAY_MS) as endpoint:
             os.environ["ART_SKY_HOME"] = str(Path(scratch, "home"))
             url = f"s3://{BUCKET}/runs?endpoint_url={endpoint}&region=us-east-1"
             fill(url, given.models)
@@ -74,27 +72,6 @@ def main() -> None:
                 print(json.dumps({**line, "ratio": ratio, "notes": notes}), flush=True)
 
 
-@contextlib.contextmanager
-def serving(server: str, scratch: Path) -> Iterator[str]:
-    """Its endpoint, with the bucket made."""
-    if server == "stub":
-        stub = subprocess.Popen(
-            [sys.executable, HERE / "_s3_stub.py", str(DELAY_MS)], stdout=subprocess.PIPE, text=True
-        )
-        assert stub.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(stub.stdout.readline())}"
-        finally:
-            stub.kill()
-            stub.wait()
-        return
-    import s3_servers
-
-    (scratch / "weed").mkdir()
-    with s3_servers.seaweedfs(scratch / "weed") as endpoint:
-        yield endpoint
-
-
 def fill(url: str, models: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -102,19 +79,6 @@ def fill(url: str, models: int) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: make_model(url, "bench", f"model-{n:02d}", STEPS), range(models)))
-
-
-def run(command: list[str]) -> tuple[float, float]:
-    """(wall, CPU) in seconds of a new process."""
-    began = time.perf_counter()
-    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
-        files = [(os.POSIX_SPAWN_DUP2, nowhere.fileno(), 1)]
-        pid = os.posix_spawn(command[0], command, os.environ, file_actions=files)
-    _, status, used = os.wait4(pid, 0)
-    wall = time.perf_counter() - began
-    if status != 0:
-        raise SystemExit(f"{' '.join(command)} ended with status {status}")
-    return wall, used.ru_utime + used.ru_stime
 
 
 def requests(server: str, endpoint: str) -> int | None:

@@ -193,10 +193,11 @@ CASES: dict[str, Callable[[Bench], None]] = {
 
 
 @contextlib.contextmanager
-def serving(server: str, scratch: Path) -> Iterator[str]:
-    """Its endpoint, with the bucket made."""
+def serving(server: str, scratch: Path, delay_ms: int = 0) -> Iterator[str]:
+    """Its endpoint, with the bucket made; the stub's answers take `delay_ms`."""
     if server == "stub":
-        stub = subprocess.Popen([sys.executable, HERE / "_s3_stub.py"], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, HERE / "_s3_stub.py", str(delay_ms)]
+        stub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert stub.stdout is not None
         try:
             yield f"http://127.0.0.1:{int(stub.stdout.readline())}"
