@@ -1,4 +1,4 @@
-"""What an agent developer runs on the laptop: CLUSTER STEPS [EPOCHS]. Rewards digits; prints one JSON line a step."""
+"""What an agent developer runs on the laptop: CLUSTER STEPS [EPOCHS GROUPS]. Rewards digits; one JSON line a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import art_sky as art
 
-GROUPS, SIZE = 1, 4
+SIZE = 4
 
 
 async def rollout(model: art.TrainableModel, task: int, seed: int) -> art.Trajectory:
@@ -24,7 +24,7 @@ async def rollout(model: art.TrainableModel, task: int, seed: int) -> art.Trajec
     return art.Trajectory(messages_and_choices=[*messages, choice], reward=reward)
 
 
-async def main(cluster: str, steps: int, epochs: int = 1) -> None:
+async def main(cluster: str, steps: int, epochs: int = 1, groups: int = 1) -> None:
     backend = art.connect(cluster)
     try:
         model = art.TrainableModel(name="agent", project="tests", base_model="smollm2-135m")
@@ -33,11 +33,11 @@ async def main(cluster: str, steps: int, epochs: int = 1) -> None:
         print(json.dumps({"registered": round(time.monotonic() - began, 1)}), flush=True)
         while (step := await model.get_step()) < steps:
             began = time.monotonic()
-            groups = await art.gather_trajectory_groups(
+            rated = await art.gather_trajectory_groups(
                 art.TrajectoryGroup(rollout(model, g, step * 1000 + g * SIZE + i) for i in range(SIZE))
-                for g in range(GROUPS)
+                for g in range(groups)
             )
-            await model.train(groups, config=art.TrainConfig(learning_rate=1e-5, epochs=epochs))
+            await model.train(rated, config=art.TrainConfig(learning_rate=1e-5, epochs=epochs))
             print(json.dumps({"step": step + 1, "seconds": round(time.monotonic() - began, 1)}), flush=True)
     finally:
         await backend.close()
