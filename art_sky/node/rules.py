@@ -42,6 +42,7 @@ class Facts:
     unwritten: float = 0.0  # since the first of the heartbeats in a row that the disk did not take
     preempted: bool = False
     asked: bool = False
+    stopped: bool = False  # by a signal
 
 
 # How long a phase may take. Serving has no limit of its own: the reasons below end it.
@@ -65,6 +66,7 @@ def _overdue(facts: Facts, limits: NodeLimits, phase: str) -> bool:
 _REASONS: tuple[tuple[str, Callable[[Facts, NodeLimits], bool]], ...] = (
     ("preempted", lambda f, _: f.preempted),
     ("asked", lambda f, _: f.asked),
+    ("stopped", lambda f, _: f.stopped),
     ("budget", lambda f, lim: lim.budget is not None and f.spent >= lim.budget),
     ("max_hours", lambda f, lim: f.age >= lim.max_hours * 3600),
     ("setup", lambda f, lim: f.install_failed or _overdue(f, lim, "installing")),

@@ -45,11 +45,11 @@ def main() -> int:
 
 
 def _run(watchdog: Watchdog) -> int:
-    def asked(_: int, __: FrameType | None) -> None:
-        watchdog.asked = True
+    def stop(_: int, __: FrameType | None) -> None:
+        watchdog.stopped = True
 
     for sign in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sign, asked)
+        signal.signal(sign, stop)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     watchdog.run()
     return 0
@@ -66,7 +66,7 @@ class Watchdog:
         install_command: list[str] | None = None,
     ) -> None:
         """`install_command` replaces the installation in tests; it must leave python.json behind."""
-        self.asked = False
+        self.stopped = False
         self._folder, self._clock, self._autostop, self._metadata = folder, clock, autostop, metadata
         self._guard_state = guard_state
         self._install_command = install_command or [sys.executable, "-m", "art_sky.node.install", str(folder)]
@@ -163,7 +163,6 @@ class Watchdog:
         beat = self._beat_sign()
         if beat != self._beat:
             self._beat, self._beat_seen = beat, now
-        self.asked = self.asked or (self._folder / "end").exists()
         self._autostop.step()
         if self._config.spot and self._notice is None and self._config.cloud in NOTICE_SECONDS:
             assert self._metadata is not None
@@ -197,7 +196,8 @@ class Watchdog:
             autostop_failures=self._autostop.failures,
             unwritten=0.0 if self._unwritten is None else now - self._unwritten,
             preempted=self._notice is not None,
-            asked=self.asked,
+            asked=(self._folder / "end").exists(),
+            stopped=self.stopped,
         )
 
     # --- phases ---

@@ -118,7 +118,7 @@ class Node:
     def close(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             self.control(finishes=True, jobs=[])
-            self.watchdog.asked = True
+            self.watchdog.stopped = True
             self._thread.join(30.0)
 
 

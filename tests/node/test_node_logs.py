@@ -137,9 +137,9 @@ def test_a_node_leaves_its_log_in_the_store(node: Node, tmp_path: Path) -> None:
     (node.folder / "python").write_text(fake.replace("#!/bin/sh\n", real))
     node.control(working=True).start().serving()
     write(node, "logs/node.log", "installed\nthe last words\n")
-    node.watchdog.asked = True
+    node.watchdog.stopped = True
     state = node.ended()
-    assert (state.ending, state.not_flushed) == ("asked", [])
+    assert (state.ending, state.not_flushed) == ("stopped", [])
     assert stored(node, tmp_path)["node.log"] == "installed\nthe last words\n"
 
 

@@ -82,7 +82,7 @@ def test_the_hook_waits_for_the_flush_and_never_for_a_dead_watchdog(node: Node) 
     assert receive.wait_until_ended(node.folder, clock) == "no watchdog runs here"
     node.control(working=True).send_secrets().start().serving()
     (node.folder / "end").touch()
-    assert receive.wait_until_ended(node.folder, clock) == "the watchdog has ended: `art-sky down`"
+    assert receive.wait_until_ended(node.folder, clock) == "the watchdog has ended: `art-sky down` or `sky down`"
     assert node.ended().ending == "asked"
     old = records.WatchdogState(boot_id="boot", boottime=clock.now().boottime - 61, pid=1, phase="serving")
     records.write(node.folder / "watchdog.json", old)

@@ -41,7 +41,8 @@ MINUTE = 60.0
         (SERVING, {"autostop_failures": 4}, None),
         (SERVING, {"autostop_failures": 5}, "autostop"),
         (SERVING, {"preempted": True, "asked": True, "spent": 9.0}, "preempted"),
-        (SERVING, {"asked": True}, "asked"),
+        (SERVING, {"asked": True, "stopped": True}, "asked"),
+        (SERVING, {"stopped": True}, "stopped"),
         (COMING, {"phase": "installing", "in_phase": 20 * MINUTE - 1}, None),
         (COMING, {"phase": "installing", "in_phase": 20 * MINUTE}, "setup"),
         (COMING, {"phase": "installing", "install_failed": True}, "setup"),
@@ -70,6 +71,7 @@ def test_without_a_budget_money_alone_ends_nothing() -> None:
         in_phase=st.floats(0, 1e5), age=st.floats(0, 1e5), spent=st.floats(0, 10), idle=st.floats(0, 1e5),
         silence=st.floats(0, 1e5), pending=st.integers(0, 3), served=st.booleans(), install_failed=st.booleans(),
         failures=st.integers(0, 6), autostop_failures=st.integers(0, 6), preempted=st.booleans(), asked=st.booleans(),
+        stopped=st.booleans(),
     )
 )  # fmt: skip
 def test_every_reason_has_words_and_the_limits_always_hold(facts: rules.Facts) -> None:

@@ -85,7 +85,7 @@ def test_a_watchdog_that_comes_back_goes_on_counting(make: Callable[..., Node]) 
     node.clock.skew = -1e6
     node.start()
     assert node.until(lambda s: s.boot_id == "boot").age_seconds >= 3000 + before.boottime
-    node.watchdog.asked = True
+    node.watchdog.stopped = True
     node.ended()
     later = make(limits={"max_hours": 1})
     counted = guard.GuardState(str(later.folder), "boot", 50.0, 4000.0, 0.0, 1.0, 1.0, "aws", "n")
@@ -300,9 +300,9 @@ def test_a_flush_has_a_deadline_and_names_what_is_lost(
     pid = node.control(finishes=False, jobs=[JOB]).send_secrets().start().serving()
     time.sleep(0.5)
     os.kill(pid, signal.SIGSTOP)  # not even SIGTERM is answered
-    node.watchdog.asked = True
+    node.watchdog.stopped = True
     state = node.ended()
-    assert (state.ending, state.not_flushed) == ("asked", ["p/m r1"])
+    assert (state.ending, state.not_flushed) == ("stopped", ["p/m r1"])
     assert state.ending_boottime is not None
     assert state.boottime - state.ending_boottime < 60 + 60  # the second that a socket gets here is 20 s of its clock
     assert not alive(pid) and capfd.readouterr().out.splitlines()[-1].endswith("not flushed: p/m r1")
@@ -315,9 +315,9 @@ def test_a_log_that_was_not_pushed_is_named(
     node = make().control(working=True).send_secrets()
     (node.folder / way).touch()
     node.start().serving()
-    node.watchdog.asked = True
+    node.watchdog.stopped = True
     state = node.ended()
-    assert (state.ending, state.not_flushed) == ("asked", ["the end of its log"])
+    assert (state.ending, state.not_flushed) == ("stopped", ["the end of its log"])
     assert state.ending_boottime is not None
     assert state.boottime - state.ending_boottime < 60 + 60
     assert capfd.readouterr().out.splitlines()[-1] == "art-sky: not flushed: the end of its log"
@@ -358,7 +358,7 @@ def test_no_secret_is_in_an_environment_or_readable_by_others(make: Callable[...
         time.sleep(0.01)
     # In the last flush too.
     node.control(finishes=False, jobs=[JOB])
-    node.watchdog.asked = True
+    node.watchdog.stopped = True
     node.until(lambda s: s.phase == "flushing")
     node.send_secrets(dataclasses.replace(secrets, store_env={**store, "AWS_SECRET_ACCESS_KEY": "the-last-one"}))
     while json.loads(credential.read_text())["SecretAccessKey"] != "the-last-one":
@@ -533,6 +533,8 @@ def test_the_watchdog_s_death_ends_the_server_and_its_successor_counts_on(tmp_pa
             os.kill(int(child), signal.SIGTERM)  # SkyPilot may end a job's processes in any order
     second.send_signal(signal.SIGTERM)
     output, _ = second.communicate(timeout=30)
-    assert second.returncode == 0 and output.splitlines()[-1].endswith("`art-sky down`; all is in the store")
+    assert second.returncode == 0 and output.splitlines()[-1].endswith(
+        "told to stop, by SkyPilot or by its machine; all is in the store"
+    )
     log = (node.folder / "logs" / "node.log").read_text()
     assert log.endswith(output) and log.count("on aws, $2.00/h") == 2  # of both, and all that was said
