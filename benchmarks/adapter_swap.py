@@ -15,9 +15,9 @@ medians of 6 swaps): check of the files 13 ms, HTTP 2 ms, waiting for the end of
 files 12 ms, placing the tensors 4 ms. A step of 16 streams took 140 ms, of which 34 were LoRA's; one that also had 16
 prompts of 40 tokens, 2.2 s, since vLLM's LoRA on CPUs copies the matrices for each token. So nothing in front of vLLM
 can come below half a step's time while `prepare` waits for its end. It no longer does (docs/vllm.md): vLLM reads and
-places in the step that the first request joins, and `prepare` is check (now 2 ms) and HTTP. Steps are of 256 tokens at
-most. At a load of 8 on two cores a swap then took 50 ms at the median, 17 of them the check and 9 HTTP, and the rest
-waiting for a turn in this process, which reads the 16 streams.
+places in the step that the first request joins, and `prepare` is check (now 2 ms) and HTTP. At a load of 8 on two cores
+a swap then took 50 ms at the median, 17 of them the check and 9 HTTP, and the rest waiting for a turn in this process,
+which reads the 16 streams.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can be started with
 _DEFAULT_RANK = 16
 _TOP_LOGPROBS = 21  # one more than a request may ask for, see vllm_client
 _WAKE_SECONDS = 120.0
-# Tokens of one step on a CPU, where LoRA's cost grows with each: by vLLM's default of 2048 all streams stood still for
-# 2.2 s while 16 prompts of 40 tokens were computed (measured).
+# Tokens of one step on a CPU at least: LoRA's cost there grows with each, and by vLLM's default of 2048 all streams
+# stood still for 2.2 s while 16 prompts of 40 tokens were computed (measured).
 _CPU_STEP_TOKENS = 256
 
 
@@ -298,7 +298,7 @@ def vllm_command(
         "--tokens-only",
         *("--dtype", config.dtype, "--max-model-len", str(config.context_length)),
         *("--max-num-seqs", str(config.max_batch), "--kv-cache-memory-bytes", str(kv_cache_mib << 20)),
-        *(("--max-num-batched-tokens", str(max(_CPU_STEP_TOKENS, config.max_batch))) if install.cpu_build else ()),
+        *(_cpu_steps(config) if install.cpu_build else ()),
         *("--enable-lora", "--max-lora-rank", str(_max_rank(config))),
         *("--max-loras", str(config.max_adapters), "--max-cpu-loras", str(config.max_adapters)),
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(_TOP_LOGPROBS)),
@@ -309,6 +309,13 @@ def vllm_command(
         *(("--tensor-parallel-size", str(len(placement.engine))) if len(placement.engine) > 1 else ()),
         *(("--enable-sleep-mode",) if placement.shared else ()),
     ]
+
+
+def _cpu_steps(config: EngineConfig) -> tuple[str, ...]:
+    """Every prompt in one step: after a part of one vLLM turns back the request's random generator, which a CPU's
+    cannot, so that a request with a seed would end vLLM ("CPU Generator does not use offset")."""
+    tokens = max(_CPU_STEP_TOKENS, config.max_batch, config.context_length or 0)
+    return ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens))
 
 
 def vllm_environment(install: VllmInstall, config: EngineConfig, placement: Placement) -> dict[str, str]:

@@ -431,11 +431,17 @@ async def test_what_cannot_work_is_refused_before_start(
     assert not calls.all("start")
 
 
-@pytest.mark.parametrize(("cpu_build", "max_batch", "tokens"), [(True, 64, "256"), (True, 300, "300"), (False, 64, "")])
-def test_steps_on_a_cpu_are_short(cpu_build: bool, max_batch: int, tokens: str, tmp_path: Path) -> None:
-    config = EngineConfig(kind="vllm", context_length=64, max_batch=max_batch)
+@pytest.mark.parametrize(
+    ("cpu_build", "context", "max_batch", "tokens"),
+    [(True, 64, 64, "256"), (True, 64, 300, "300"), (True, 512, 64, "512"), (False, 64, 64, "")],
+)
+def test_steps_on_a_cpu_are_short_and_hold_a_whole_prompt(
+    cpu_build: bool, context: int, max_batch: int, tokens: str, tmp_path: Path
+) -> None:
+    config = EngineConfig(kind="vllm", context_length=context, max_batch=max_batch)
     command = vllm_command(VllmInstall("python", "0.32.0", cpu_build), tmp_path, config, Placement(), 64, tmp_path)
     assert dict(pairwise(command)).get("--max-num-batched-tokens", "") == tokens
+    assert ("--no-enable-chunked-prefill" in command) is cpu_build
 
 
 async def test_a_machine_with_several_gpus(make: Make, calls: Calls) -> None:
