@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Literal
 from art_sky.errors import ArtSkyError, CorruptObject, NoDiskSpace, NotFound, StoreError
 from art_sky.schemas import Exchange
 from art_sky.server.wire_json import dumps, loads
+from art_sky.whole_file import write_whole
 
 FSYNC_SECONDS = 0.1
 KEPT_LOST = 100_000  # rollouts that are known to have a gap
@@ -207,9 +208,7 @@ class ExchangeLog:
             if gone not in self._place:
                 self._lost.update(dict.fromkeys(rollouts))
         self._forget_lost()
-        scratch = self._lost_path.with_suffix(".new")
-        scratch.write_bytes(dumps(["", list(self._lost)]).encode() + b"\n")
-        scratch.replace(self._lost_path)
+        write_whole(self._lost_path, dumps(["", list(self._lost)]) + "\n")
 
     def _load(self, age: int) -> None:
         path, offset = self._file(age), 0
