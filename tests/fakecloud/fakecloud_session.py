@@ -246,6 +246,8 @@ class FakeCloud:
     def wait_gone(self, cluster: str, bound: float) -> float:
         """Waits until every instance of a SkyPilot cluster (or the instance of this id) is terminated; seconds waited.
 
+        The cloud's API says "terminated" a moment before the time of it is noted: what is gone has its `ended`.
+
         Raises:
             AssertionError: not gone within `bound` seconds, or there never was one.
         """
@@ -254,7 +256,7 @@ class FakeCloud:
             mine = [i for i in self.instances() if cluster in (i.cluster, i.id)]
             assert mine, f"there never was an instance of {cluster}"
             waited = time.monotonic() - began
-            if all(i.state == "terminated" for i in mine):
+            if all(i.ended is not None for i in mine):
                 return waited
             states = ", ".join(f"{i.id} {i.state}" for i in mine)
             assert waited < bound, f"not gone after {bound:.0f} s: {states}\n{self.log(mine[-1].id)}"
