@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from art_sky.errors import RENTED
 from art_sky.node.records import Secrets
 from art_sky.whole_file import write_whole
 
@@ -52,6 +53,7 @@ def environment(secrets: Secrets, folder: Path, base: Mapping[str, str]) -> dict
     """
     dropped = {*_KEYS, "AWS_PROFILE", "HF_TOKEN", "PYTHONPATH", "VIRTUAL_ENV"}
     result = {name: value for name, value in base.items() if name not in dropped}
+    result[RENTED] = "1"
     result.update((name, value) for name, value in secrets.store_env.items() if name in _PLAIN)
     if "AWS_ACCESS_KEY_ID" in secrets.store_env:
         keys = {field: secrets.store_env[name] for name, field in _KEYS.items() if name in secrets.store_env}

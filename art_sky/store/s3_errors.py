@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import botocore.exceptions as aws
 import urllib3.exceptions
 
-from art_sky.errors import NoDiskSpace, StoreError
+from art_sky.errors import RENTED, NoDiskSpace, StoreError
 from art_sky.store.s3_location import Location
 
 
@@ -108,6 +109,13 @@ def _next_step(error: BaseException, at: Location) -> str:
         where = f"?region={region}" if region else "?region=... of the bucket"
         return (
             f"the bucket {at.bucket!r} is in another region or behind another endpoint: add {where} to the store's URL"
+        )
+    if RENTED in os.environ and (
+        is_expired_login(error) or code in _WRONG_LOGIN or status == 403 or isinstance(error, _NO_LOGIN)
+    ):
+        return (
+            "this rented machine needs other rights to the store: renew the credential where it was launched, or "
+            "launch again with --store-profile, --store-credential or --node-role"
         )
     if is_expired_login(error):
         return "the credentials have expired: log in again (aws sso login), then try again"

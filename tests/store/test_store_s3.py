@@ -14,7 +14,7 @@ import pytest
 import s3_servers
 from s3_stub import STATUS, Stub, open_stub, serving
 
-from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput, NoDiskSpace, ObjectNotFound, StoreError
+from art_sky.errors import RENTED, CorruptObject, InvalidConfig, InvalidInput, NoDiskSpace, ObjectNotFound, StoreError
 from art_sky.store import open_store, s3, s3_transfer
 from art_sky.store.model_store import ModelStore
 from art_sky.store.s3_client import Timing
@@ -114,6 +114,14 @@ def test_refusals_are_never_absence(stub: Stub, code: str, words: str, tmp_path:
         assert not isinstance(caught.value, ObjectNotFound)
         assert isinstance(caught.value, NoDiskSpace) == (code == "QuotaExceeded")
         assert "art-sky-tests" in str(caught.value) and s3_servers.SECRET_KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "ExpiredToken", "InvalidAccessKeyId"])
+def test_on_a_rented_machine_nobody_is_told_to_log_in(stub: Stub, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RENTED, "1")
+    stub.refuse_all = code
+    with pytest.raises(StoreError, match=r"launch again with --store-profile, --store-credential or --node-role"):
+        open_stub(stub).get("k")
 
 
 def test_whether_a_server_compares_checksums(seaweedfs: str, moto: str) -> None:
