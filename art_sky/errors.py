@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-# In the environment of what runs on a rented machine: nobody can log in there, and an error advises otherwise.
-RENTED = "ART_SKY_RENTED_MACHINE"
-
 
 class ArtSkyError(Exception):
     """Base of all errors that art-sky raises on purpose."""

@@ -9,8 +9,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_sky.errors import RENTED
-from art_sky.node.records import Secrets
+from art_sky.node.records import RENTED, Secrets
 from art_sky.whole_file import write_whole
 
 # Environment names, as `aws configure export-credentials` prints them, and the fields of a credential process.

@@ -34,6 +34,12 @@ AGE_MARGIN_SECONDS = 780.0  # over max_hours and the flush: the watchdog's own e
 LIBRARY = "usr/local/lib/art-sky/guard.py"
 STATE = "var/lib/art-sky/guard.json"
 UNITS = "etc/systemd/system"
+# For cloud-init, as root at the first boot: on a machine where by then nobody has armed the guard, nothing else would.
+FIRST_BOOT_MINUTES = 30
+FIRST_BOOT = (
+    f"systemd-run --unit=art-sky-first-boot --on-active={FIRST_BOOT_MINUTES}min "
+    f"sh -c 'test -e /{STATE} || systemctl poweroff'"
+)
 LAMBDA_API = "https://cloud.lambdalabs.com/api/v1"
 
 _SERVICE = """[Unit]

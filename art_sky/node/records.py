@@ -27,6 +27,8 @@ from art_sky.whole_file import write_whole
 
 FORMAT = 1
 FOLDER = Path("~/.art-sky-node")
+# In the environment of what runs on a node: nobody can log in there, and the store's errors advise otherwise.
+RENTED = "ART_SKY_RENTED_MACHINE"
 
 # What the watchdog does; each phase has a deadline (`PHASE_LIMITS` of the watchdog), so that nothing hangs unseen.
 PHASES = ("installing", "waiting for secrets", "starting", "serving", "flushing", "ended")

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import botocore.exceptions as aws
 import urllib3.exceptions
 
-from art_sky.errors import RENTED, NoDiskSpace, StoreError
+from art_sky.errors import NoDiskSpace, StoreError
+from art_sky.node.records import RENTED
 from art_sky.store.s3_location import Location
 
 

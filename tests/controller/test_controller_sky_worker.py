@@ -20,6 +20,7 @@ from art_sky.controller.clouds import sky_catalog
 from art_sky.controller.clouds.skypilot import SkyPilotProvider
 from art_sky.controller.provider import NodeOrder, Offer, Wanted
 from art_sky.errors import CloudError, InvalidInput, NoCapacity, NoCredentials, NoQuota, NotOurs, ProviderUnavailable
+from art_sky.node import guard
 
 STUB = Path(__file__).parent / "stub_skypilot"
 NODE = "artsky-00c0ffee-1"
@@ -116,6 +117,16 @@ def test_a_role_that_is_not_there_is_told_before_anything_is_begun(
     iam.create_instance_profile(InstanceProfileName="art-sky-node")
     sky(ec2).launch(order(tmp_path, node_role="art-sky-node"), lambda *_: None)
     assert calls(tmp_path) == ["status", "launch"]
+
+
+@pytest.mark.parametrize("own", [{}, {"aws": {"vpc_names": "v", "post_provision_runcmd": ["mine"]}}])
+def test_a_machine_ends_itself_from_its_first_boot_and_runs_the_users_commands(
+    sky: Callable[..., SkyPilotProvider], ec2: dict[str, str], tmp_path: Path, own: dict[str, dict[str, Any]]
+) -> None:
+    sky(ec2, config=own).launch(order(tmp_path), lambda *_: None)
+    config = json.loads((tmp_path / "calls.config").read_text())
+    mine = own.get("aws", {}).get("post_provision_runcmd", [])
+    assert config == {"aws": {**own.get("aws", {}), "post_provision_runcmd": [*mine, guard.FIRST_BOOT]}}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import select
+import shlex
 import shutil
 import socketserver
 import subprocess
@@ -251,7 +252,7 @@ def _machine_addresses(instance: Any) -> list[str]:
 
 def _machine(instance: Any) -> Machine:
     backend = get_backend("ec2")[ACCOUNT][instance.region_name]
-    # cloud-init's part: the login user and key that SkyPilot puts into the user data.
+    # cloud-init's part: the login user, the key and the commands that SkyPilot puts into the user data.
     config = yaml.safe_load(instance.user_data.decode()) if instance.user_data else {}
     user: dict[str, Any] = next((u for u in config.get("users", []) if isinstance(u, dict)), {})
     association = backend.iam_instance_profile_associations.get(instance.id)
@@ -268,6 +269,7 @@ def _machine(instance: Any) -> Machine:
         keys=list(user.get("ssh_authorized_keys") or []),
         gpus=gpu,
         role=roles[0].name if roles else None,
+        first_boot=[c if isinstance(c, str) else shlex.join(c) for c in config.get("runcmd") or []],
     )
 
 

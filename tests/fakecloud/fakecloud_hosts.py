@@ -47,6 +47,7 @@ class Machine:
     keys: list[str]
     gpus: int
     role: str | None
+    first_boot: list[str]  # commands of the user data, for a shell
 
     @property
     def addresses(self) -> list[str]:
@@ -188,7 +189,8 @@ class Host:
         # Ray, in which SkyPilot runs jobs, kills them at 95 % of the memory: here that of all hosts together.
         environment["RAY_memory_monitor_refresh_ms"] = "0"
         environment |= {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "HF_HUB_OFFLINE": "1"}
-        programs = {"/usr/bin/systemctl": (HERE / "fakecloud_systemctl.py").read_text()}
+        systemctl = (HERE / "fakecloud_systemctl.py").read_text()
+        programs = {"/usr/bin/systemctl": systemctl, "/usr/bin/systemd-run": systemctl}
         if machine.gpus:
             programs["/usr/bin/nvidia-smi"] = f"#!/bin/sh\necho '{machine.gpus} simulated GPU(s)'\n"
         return {
@@ -202,6 +204,7 @@ class Host:
             "wheels": NODE_WHEELS,
             "clock": str(self.environment.clock) if self.adjustable_clock else None,
             "programs": programs,
+            "first_boot": machine.first_boot,
         }
 
 

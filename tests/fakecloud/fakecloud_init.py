@@ -24,6 +24,13 @@ from fakecloud_units import UNITS, Init
 CLOCK_LIBRARY, CLOCK_STEPS = "/usr/lib/fakecloud-clock.so", "/var/lib/fakecloud-clock"
 CLOCK_STEP, CLOCK_STEP_COUNT = struct.Struct("qq"), 64  # since, offset
 
+CLOUD_FINAL = """[Service]
+Type=oneshot
+RemainAfterExit=yes
+KillMode=process
+ExecStart=/bin/sh /var/lib/cloud/runcmd
+"""
+
 
 def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
@@ -163,6 +170,13 @@ def cloud_init(config: dict[str, Any]) -> None:
         link.symlink_to("/usr/bin/systemctl")
     shutil.rmtree(UNITS, ignore_errors=True)  # the machine's own units are none of the host's
     UNITS.mkdir(parents=True)
+    if config["first_boot"]:
+        (UNITS / "multi-user.target.wants").mkdir()
+        (UNITS / "cloud-final.service").write_text(CLOUD_FINAL)
+        (UNITS / "multi-user.target.wants/cloud-final.service").symlink_to(UNITS / "cloud-final.service")
+        once = "test -e /var/lib/cloud/ran && exit 0\ntouch /var/lib/cloud/ran\n"
+        Path("/var/lib/cloud").mkdir()
+        Path("/var/lib/cloud/runcmd").write_text(once + "".join(c + "\n" for c in config["first_boot"]))
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "/etc/ssh/host_key"], check=True)
     if subprocess.run(["getent", "passwd", user], stdout=subprocess.DEVNULL, check=False).returncode:
         subprocess.run(["useradd", "--no-create-home", "--home-dir", str(home), user], check=True)

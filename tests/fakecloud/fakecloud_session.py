@@ -430,7 +430,8 @@ class FakeCloud:
         files = {
             ".aws/credentials": f"[default]\n{keys}",
             ".aws/config": f"[default]\nregion = {REGION}\n",
-            ".sky/config.yaml": "allowed_clouds: [aws]\naws:\n  vpc_names: skyvpc\n  use_internal_ips: false\n",
+            ".sky/config.yaml": "allowed_clouds: [aws]\naws:\n  vpc_names: skyvpc\n  use_internal_ips: false\n"
+            "  post_provision_runcmd: ['echo ran > /var/own-command']\n",
             # SkyPilot keeps the sockets of its SSH connections in /tmp under this name, and clouds share addresses.
             ".sky/user_hash": network.user_hash(self.name),
             "bin/art-sky": f'#!/bin/sh\nexec {self.environment.laptop}/bin/python -m art_sky.cli.main "$@"\n',

@@ -1,12 +1,13 @@
 #!/usr/bin/python3
-"""`systemctl`, `poweroff`, `reboot`, `halt` and `shutdown` of a simulated host: see fakecloud_units.py."""
+"""`systemctl`, `systemd-run`, `poweroff`, `reboot`, `halt`, `shutdown` of a simulated host: see fakecloud_units.py."""
 
 import json
+import shlex
 import socket
 import sys
 from pathlib import Path
 
-UNITS = Path("/etc/systemd/system")
+UNITS, TRANSIENT = Path("/etc/systemd/system"), Path("/run/systemd/transient")
 ENDS = {"poweroff": "poweroff", "halt": "poweroff", "reboot": "reboot"}
 USAGE = "the simulated host's systemctl knows: start stop restart try-restart enable disable is-active is-enabled "
 USAGE += "is-failed status show cat kill list-timers daemon-reload reset-failed set-property mask poweroff halt reboot"
@@ -15,6 +16,8 @@ USAGE += "is-failed status show cat kill list-timers daemon-reload reset-failed 
 def main(program, arguments):
     options = [a for a in arguments if a.startswith("-")]
     words = [a for a in arguments if not a.startswith("-")]
+    if program == "systemd-run":
+        return run_later(arguments)
     if program == "shutdown":
         return shutdown(options, words)
     if program in ENDS:
@@ -53,6 +56,21 @@ def say(text, code):
 
 def end(verb, delay="", force=False):
     return say(*reversed(ask(verb, delay, "force" if force else "")))
+
+
+def run_later(arguments):
+    """systemd-run --unit=NAME --on-active=SPAN COMMAND..."""
+    name, span, command = arguments[0], arguments[1], arguments[2:]
+    if not (name.startswith("--unit=") and span.startswith("--on-active=") and command):
+        return say("the simulated host's systemd-run knows: --unit=NAME --on-active=SPAN COMMAND...", 1)
+    name, span = name.partition("=")[2], span.partition("=")[2]
+    try:
+        TRANSIENT.mkdir(parents=True, exist_ok=True)
+        (TRANSIENT / f"{name}.service").write_text(f"[Service]\nExecStart={shlex.join(command)}\n")
+        (TRANSIENT / f"{name}.timer").write_text(f"[Timer]\nOnActiveSec={span}\n")
+    except PermissionError:
+        return say("Interactive authentication required.", 1)
+    return say(*reversed(ask("start", f"{name}.timer")))
 
 
 def shutdown(options, words):

@@ -25,6 +25,7 @@ from typing import Any
 
 POWEROFF, REBOOT = 10, 11  # exit codes of process 1, which the cloud acts on
 UNITS = Path("/etc/systemd/system")
+TRANSIENT = Path("/run/systemd/transient")  # of systemd-run; gone after a boot
 SOCKET = "/run/init.sock"
 LOGS = Path("/var/log/units")  # what a unit printed
 # What systemd gives a service that sets nothing.
@@ -61,7 +62,8 @@ class UnitFile:
             text = "[Service]\nExecStart=/usr/sbin/sshd -D -e\nRestart=always\n"
         else:
             try:
-                text = (UNITS / name).read_text()
+                folder = TRANSIENT if (TRANSIENT / name).exists() else UNITS
+                text = (folder / name).read_text()
             except OSError as e:
                 raise UnitError(f"Unit {name} not found.", 5) from e
         section = ""

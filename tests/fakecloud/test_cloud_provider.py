@@ -68,6 +68,9 @@ def test_a_node_from_launch_to_its_end(fakecloud: FakeCloud, sky: SkyPilotProvid
         return "".join(said)
 
     wait("the guard and the watchdog", lambda: "guard: armed" in (text := log()) and "on aws, $0.10/h" in text, 120)
+    # SkyPilot handed both to cloud-init: ours, and the one of the user's own settings.
+    assert "art-sky-first-boot" in fakecloud.on_host(machine.instance, ["systemctl", "list-timers"]).stdout
+    assert fakecloud.on_host(machine.instance, ["cat", "/var/own-command"]).stdout == "ran\n"
     assert fakecloud.ports(machine.instance) == [22]
     own = Path(machine.key_file).read_text().splitlines()[3]  # of SkyPilot's SSH key
     for secret in (LAPTOP_KEY, LAPTOP_SECRET, "PLANTED", own):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from cloud_harness import (
     steps_of,
     store_of,
     train,
+    wait,
 )
 from fakecloud_session import LAPTOP_KEY, LAPTOP_SECRET, FakeCloud
+
+from art_sky.node import guard
 
 pytestmark = [pytest.mark.cloud, pytest.mark.timeout(2400)]
 
@@ -32,6 +36,22 @@ def test_setup_that_fails(fakecloud: FakeCloud) -> None:
     (machine,) = (i for i in fakecloud.instances() if i.tags.get("art-sky-node", "none") in done.stderr)
     print(f"gone {fakecloud.wait_gone(machine.id, END_SECONDS):.0f} s later")
     assert "the installation failed" in fakecloud.run(["art-sky", "logs", "setup"]).stdout
+
+
+@pytest.mark.parametrize("armed", [False, True])
+def test_a_machine_whose_launch_died_before_setup_ends_itself(fakecloud: FakeCloud, armed: bool) -> None:
+    """By what SkyPilot hands to cloud-init; half an hour is three seconds here."""
+    assert f"={guard.FIRST_BOOT_MINUTES}min " in guard.FIRST_BOOT
+    soon = guard.FIRST_BOOT.replace(f"={guard.FIRST_BOOT_MINUTES}min ", "=3s ")
+    state = [f"mkdir -p /{Path(guard.STATE).parent}", f"touch /{guard.STATE}"] if armed else []
+    data = "#cloud-config\n" + json.dumps({"runcmd": [*state, soon]})
+    machine = fakecloud.boot_instance(UserData=data, InstanceInitiatedShutdownBehavior="terminate")
+    if not armed:
+        fakecloud.wait_gone(machine.id, 20)
+        return
+    wait("the look", lambda: "art-sky-first-boot.service ended with 0" in fakecloud.console(machine.id), 20)
+    assert machine.id in [i.id for i in fakecloud.instances(live=True)]
+    fakecloud.client("ec2").terminate_instances(InstanceIds=[machine.id])
 
 
 def test_nobody_else_gets_in_and_down_ends_it_although_two_terminations_fail(

@@ -14,7 +14,8 @@ import pytest
 import s3_servers
 from s3_stub import STATUS, Stub, open_stub, serving
 
-from art_sky.errors import RENTED, CorruptObject, InvalidConfig, InvalidInput, NoDiskSpace, ObjectNotFound, StoreError
+from art_sky.errors import CorruptObject, InvalidConfig, InvalidInput, NoDiskSpace, ObjectNotFound, StoreError
+from art_sky.node.records import RENTED
 from art_sky.store import open_store, s3, s3_transfer
 from art_sky.store.model_store import ModelStore
 from art_sky.store.s3_client import Timing

@@ -110,13 +110,13 @@ def test_a_writer_commits_again_as_soon_as_the_fresh_one_is_there(
 ) -> None:
     """Its lease could not be renewed meanwhile; nobody took it."""
     give("first", 1.0)
-    model = ModelStore(S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}&lease_ttl=1", PATIENT), "p", "m")
+    model = ModelStore(S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}&lease_ttl=4", PATIENT), "p", "m")
     record = {"project": "p", "name": "m", "base_model": "b", "lora": LoRAConfig(), "created": 1.0, "created_by": "t"}
     model.create(ModelRecord(**record))
     with model.open_writer("server") as writer:
         writer.commit(step=0, request="r0", files=make_files(tmp_path / "r0", "0"), updates=0)
         stub.key = "second"
-        time.sleep(0.8)
+        time.sleep(2.2)  # over half of what it was given
         with pytest.raises(LeaseLost, match=r"could not be renewed for .*needs other rights"):
             writer.commit(step=1, request="r1", files=make_files(tmp_path / "r1", "1"), updates=1)
         give("second", 1.0)

@@ -12,12 +12,13 @@ SkyPilot prints wherever it likes: its output goes to stderr, our lines to a des
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from art_sky.errors import (
     NotOurs,
     ProviderUnavailable,
 )
+from art_sky.node import guard
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -87,7 +89,8 @@ def launch(
     with _typed(log):
         delete = " ".join(map(_shell_path, copied_keys(cloud if key_on_node else None)))
         made = sky.Task.from_yaml_config({**task, "setup": f"rm -rf {delete}\n{task['setup']}"})
-        request = sky.launch(made, cluster_name=node)
+        with _ended_from_first_boot():
+            request = sky.launch(made, cluster_name=node)
         say({"event": "request", "id": str(request)})
         sky.stream_and_get(request, output_stream=log)
         if cloud == "aws":
@@ -95,6 +98,18 @@ def launch(
             for stray in aws_direct.terminate_strays(node, region):
                 say({"event": "log", "text": f"{stray} was made twice and is ended"})
     return find(say, node, cloud, region)
+
+
+@contextlib.contextmanager
+def _ended_from_first_boot() -> Iterator[None]:
+    """SkyPilot's settings under which a machine that this launch leaves before its setup ends itself. The commands of
+    the user's own settings are run too. For AWS alone: SkyPilot 0.14.1 has no such setting for other clouds."""
+    from sky import skypilot_config
+
+    keys, config = ("aws", "post_provision_runcmd"), skypilot_config.to_dict()
+    config.set_nested(keys, [*(config.get_nested(keys, None) or []), guard.FIRST_BOOT])
+    with skypilot_config.replace_skypilot_config_in_process(config):
+        yield
 
 
 def _check_untouched(node: str, cloud: str, region: str, role: str | None) -> None:
