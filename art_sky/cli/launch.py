@@ -168,7 +168,8 @@ def _rented(name: str, clouds: list[str], rented: dict[str, Any], as_json: bool,
     request = launch_request(name, clouds, rented, given)
     credential = _credential(file, request)
     request = request.model_copy(update={"store_credential": _kept_file(file)})
-    with stderr().status("reading prices"):
+    asking = "" if clouds else "asking SkyPilot which clouds may be used, and "
+    with stderr().status(f"{asking}reading prices"):
         plan = make_plan(request, SkyPilotProvider().offers(request.wanted()))
     if rented["dry_run"]:
         return print_json(plan.to_json()) if as_json else show_plan(stdout(), name, plan)
