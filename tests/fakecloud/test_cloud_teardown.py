@@ -30,11 +30,13 @@ def test_setup_that_fails(fakecloud: FakeCloud) -> None:
     """vLLM cannot be had there."""
     began = time.monotonic()
     done = fakecloud.run(launch_command(fakecloud, "setup", "--engine", "vllm"), check=False, timeout=900)
-    print(f"\ntold after {time.monotonic() - began:.0f} s: {done.stderr.strip().splitlines()[-1]}")
+    print(f"\ntold after {time.monotonic() - began:.0f} s:\n{done.stderr}")
     assert done.returncode == 1 and "setup failed" in done.stderr.splitlines()[-1]
     assert "art-sky logs setup" in done.stderr.splitlines()[-1]
-    (machine,) = (i for i in fakecloud.instances() if i.tags.get("art-sky-node", "none") in done.stderr)
-    print(f"gone {fakecloud.wait_gone(machine.id, END_SECONDS):.0f} s later")
+    # One, or two where SkyPilot could not launch the first.
+    machines = [i.id for i in fakecloud.instances() if i.tags.get("art-sky-node", "none") in done.stderr]
+    assert machines
+    print(f"gone {max(fakecloud.wait_gone(id, END_SECONDS) for id in machines):.0f} s later")
     assert "the installation failed" in fakecloud.run(["art-sky", "logs", "setup"]).stdout
 
 
