@@ -114,9 +114,10 @@ def _next_step(error: BaseException, at: Location) -> str:
     if RENTED in os.environ and (
         is_expired_login(error) or code in _WRONG_LOGIN or status == 403 or isinstance(error, _NO_LOGIN)
     ):
+        expired = "the credentials have expired; " if is_expired_login(error) else ""
         return (
-            "this rented machine needs other rights to the store: renew the credential where it was launched, or "
-            "launch again with --store-profile, --store-credential or --node-role"
+            f"{expired}this rented machine needs other rights to the store: renew the credential where it was "
+            "launched, or launch again with --store-profile, --store-credential or --node-role"
         )
     if is_expired_login(error):
         return "the credentials have expired: log in again (aws sso login), then try again"

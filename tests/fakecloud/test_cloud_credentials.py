@@ -82,7 +82,7 @@ def test_a_node_has_the_named_role_and_no_other(fakecloud: FakeCloud, named_role
     train(fakecloud, "role", 1)
     # The store is reached by that role: without its keys nothing is written.
     fakecloud.expire_credentials("ASIANODEROLE")
-    assert "renew the credential where it was launched" in failed_train(fakecloud, "role", 2)
+    assert "credentials have expired" in failed_train(fakecloud, "role", 2)
     fakecloud.clear_faults()
     train(fakecloud, "role", 2)
     fakecloud.run(["art-sky", "down", "role"], timeout=600)
@@ -101,7 +101,7 @@ def test_a_credential_for_the_store_ends_in_a_run(fakecloud: FakeCloud, monkeypa
     server = server_pid(fakecloud, machine)
 
     fakecloud.expire_credentials("ASIASTOREONE")
-    assert "renew the credential where it was launched" in failed_train(fakecloud, "credential", 2)
+    assert "credentials have expired" in failed_train(fakecloud, "credential", 2)
     write_key(file, "ASIASTORETWO")
     began = time.monotonic()
     wait("the fresh one", lambda: fakecloud.grep_disk(machine.id, "ASIASTORETWO"), 120)

@@ -79,9 +79,11 @@ def test_a_fresh_credential_reaches_an_open_store(
     store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", PATIENT)
     use(store, "a")
     stub.key = "second"
-    with pytest.raises(StoreError, match=r"ExpiredToken.*renew the credential where it was launched"):
+    with pytest.raises(
+        StoreError, match=r"ExpiredToken.*credentials have expired.*renew the credential where it was launched"
+    ):
         store.put("p/b", b"1")
-    with pytest.raises(StoreError, match="needs other rights"):
+    with pytest.raises(StoreError, match="credentials have expired"):
         store.create("p/b", b"1")
     give("second", hours)
     use(store, "b")
@@ -94,11 +96,13 @@ def test_a_credential_whose_time_is_over_is_told_as_such(stub: Guarded, give: Ca
     """botocore notices it by itself and then raises no error of its own."""
     give("first", -0.1)
     store = S3Store(f"s3://{BUCKET}/runs?endpoint_url={stub.endpoint}", PATIENT)
-    with pytest.raises(StoreError, match=r"still expired; this rented machine needs other rights"):
+    with pytest.raises(
+        StoreError, match=r"still expired; the credentials have expired; this rented machine needs other rights"
+    ):
         store.put("p/a", b"1")
-    with pytest.raises(StoreError, match="needs other rights"):
+    with pytest.raises(StoreError, match="credentials have expired"):
         store.create("p/a", b"1")
-    with pytest.raises(StoreError, match="needs other rights"):
+    with pytest.raises(StoreError, match="credentials have expired"):
         store.info("p/a")
     assert stub.seen == []
     give("first", 1.0)
@@ -117,7 +121,7 @@ def test_a_writer_commits_again_as_soon_as_the_fresh_one_is_there(
         writer.commit(step=0, request="r0", files=make_files(tmp_path / "r0", "0"), updates=0)
         stub.key = "second"
         time.sleep(2.2)  # over half of what it was given
-        with pytest.raises(LeaseLost, match=r"could not be renewed for .*needs other rights"):
+        with pytest.raises(LeaseLost, match=r"could not be renewed for .*the credentials have expired"):
             writer.commit(step=1, request="r1", files=make_files(tmp_path / "r1", "1"), updates=1)
         give("second", 1.0)
         writer.commit(step=1, request="r1", files=make_files(tmp_path / "r1", "1"), updates=1)
